@@ -1,0 +1,208 @@
+"""Self-attention around an injected attention function, and the functions that can be injected.
+
+An attention function has the signature of flash_kernels.flash_attention: q (batch, seqlen_q,
+nheads, headdim), k and v (batch, seqlen_k, nheads_k, headdim), options by keyword. The choices:
+
+    auto_attention                           flash on CUDA tensors, sdpa elsewhere (the default)
+    flash_kernels.flash_attention            our kernels, GPU only
+    sdpa_attention                           torch.nn.functional.scaled_dot_product_attention
+    flash_kernels.reference.flash_attention  every option, score matrix stored: slow and exact
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Attention = Callable[..., Tensor]
+
+
+def sdpa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    lengths_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    kernel: str | None = None,
+) -> Tensor:
+    """Softmax attention by torch's scaled_dot_product_attention, on any device.
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim), any floating dtype.
+        k, v: (batch, seqlen_k, nheads_k, headdim), dtype and device of q; nheads_k divides nheads.
+        causal: hide later keys; the last query sees the last key (bottom-right alignment).
+        softmax_scale: factor on q @ k.T; default headdim ** -0.5.
+        dropout_p: probability of dropping a probability, drawn from torch's global generator.
+        deterministic: served on CPU, and on CUDA under torch.use_deterministic_algorithms(True).
+
+    Returns:
+        (batch, seqlen_q, nheads, headdim), dtype of q. A row that sees no key is zero.
+
+    Raises:
+        ValueError: nheads is not a multiple of nheads_k.
+        NotImplementedError: window, softcap, alibi_slopes, lengths_k, dropout_seed, return_lse or
+            kernel is set, or deterministic cannot be promised.
+    """
+    refused = {
+        "window": window[0] is not None or window[1] is not None,
+        "softcap": softcap != 0.0,
+        "alibi_slopes": alibi_slopes is not None,
+        "lengths_k": lengths_k is not None,
+        "dropout_seed": dropout_seed is not None,
+        "return_lse": return_lse,
+        "kernel": kernel is not None,
+    }
+    for option, is_set in refused.items():
+        if is_set:
+            raise NotImplementedError(
+                f"sdpa_attention does not serve {option}; use flash_kernels.flash_attention on a "
+                "GPU or flash_kernels.reference.flash_attention anywhere"
+            )
+    if deterministic and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
+        raise NotImplementedError(
+            "sdpa_attention is deterministic on CUDA only under "
+            "torch.use_deterministic_algorithms(True); call that, or use "
+            "flash_kernels.flash_attention"
+        )
+    seqlen_q, nheads = q.shape[1], q.shape[2]
+    seqlen_k, nheads_k = k.shape[1], k.shape[2]
+    if nheads % nheads_k != 0:
+        raise ValueError(f"nheads ({nheads}) must be a multiple of nheads_k ({nheads_k})")
+
+    # The first seqlen_q - seqlen_k rows see no key; torch leaves such rows undefined.
+    num_blind = max(seqlen_q - seqlen_k, 0) if causal else 0
+    if num_blind:
+        q = q[:, num_blind:]
+    keep_mask = None
+    if causal and 1 < seqlen_q < seqlen_k:  # torch's is_causal is top-left aligned
+        keep_mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
+        keep_mask = keep_mask.tril(seqlen_k - seqlen_q)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=keep_mask,
+        dropout_p=dropout_p,
+        is_causal=causal and seqlen_q >= seqlen_k,
+        scale=softmax_scale,
+        enable_gqa=nheads != nheads_k,
+    ).transpose(1, 2)
+    return F.pad(out, (0, 0, 0, 0, num_blind, 0)) if num_blind else out
+
+
+def auto_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """flash_kernels.flash_attention for CUDA tensors, sdpa_attention elsewhere; same arguments."""
+    if q.is_cuda:
+        # Imported on use: flash_kernels needs triton, which not every platform has.
+        from flash_kernels import flash_attention
+
+        return flash_attention(q, k, v, **options)
+    return sdpa_attention(q, k, v, **options)
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far; buffers of full length, one pair a layer.
+
+    The buffers are allocated when a layer first writes, so they take the dtype that attention sees
+    (bf16 under autocast).
+
+    Args:
+        max_seqlen: tokens that the buffers hold.
+    """
+
+    def __init__(self, max_seqlen: int) -> None:
+        self.max_seqlen = max_seqlen
+        self.length = 0  # tokens already in every layer
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k, v (batch, seqlen, nheads, headdim) after the tokens held; return all so far."""
+        end = self.length + k.shape[1]
+        if end > self.max_seqlen:
+            raise ValueError(
+                f"the KV cache holds {self.max_seqlen} tokens, got {end}; reset() it and pass a "
+                "shorter context"
+            )
+        if layer not in self._layers:
+            shape = (k.shape[0], self.max_seqlen, *k.shape[2:])
+            self._layers[layer] = (k.new_empty(shape), v.new_empty(shape))
+        keys, values = self._layers[layer]
+        keys[:, self.length : end] = k
+        values[:, self.length : end] = v
+        return keys[:, :end], values[:, :end]
+
+    def advance(self, num_tokens: int) -> None:
+        """Count the tokens that every layer has just appended."""
+        self.length += num_tokens
+
+    def reset(self) -> None:
+        """Forget the tokens and keep the buffers."""
+        self.length = 0
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention: fused QKV projection, injected attention, output projection.
+
+    Args:
+        dim: model width; headdim is dim / nheads.
+        nheads: number of heads.
+        causal: hide later tokens.
+        dropout: probability of dropping an attention probability, in training only.
+        attention: function with flash_kernels.flash_attention's signature.
+        bias: biases on both projections.
+        softmax_scale: factor on q @ k.T; None means headdim ** -0.5.
+        layer: index of this layer in a KV cache.
+
+    Raises:
+        ValueError: dim is not a multiple of nheads.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        nheads: int,
+        *,
+        causal: bool,
+        dropout: float = 0.0,
+        attention: Attention = auto_attention,
+        bias: bool = True,
+        softmax_scale: float | None = None,
+        layer: int = 0,
+    ) -> None:
+        super().__init__()
+        if dim % nheads != 0:
+            raise ValueError(f"dim ({dim}) must be a multiple of nheads ({nheads})")
+        self.nheads = nheads
+        self.causal = causal
+        self.dropout = dropout
+        self.attention = attention
+        self.softmax_scale = softmax_scale
+        self.layer = layer
+        self.qkv = nn.Linear(dim, 3 * dim, bias=bias)  # rows: q, k, v; heads contiguous in each
+        self.out = nn.Linear(dim, dim, bias=bias)
+
+    def forward(self, x: Tensor, *, kv_cache: KVCache | None = None) -> Tensor:
+        """x (batch, seqlen, dim) -> (batch, seqlen, dim); earlier tokens come from kv_cache."""
+        # Views of one tensor, stride(-1) == 1: nothing is copied before the kernel.
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.nheads, -1)).unbind(2)
+        if kv_cache is not None:
+            k, v = kv_cache.append(self.layer, k, v)
+        out = self.attention(
+            q,
+            k,
+            v,
+            causal=self.causal,
+            softmax_scale=self.softmax_scale,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return self.out(out.flatten(2))
