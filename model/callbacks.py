@@ -1,0 +1,215 @@
+"""What a run shows while it trains: metrics to the loggers and a progress display."""
+
+import math
+import time
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from model.loggers import CsvLogger
+
+# Dense bf16 peak of a device, TFLOP/s, from the vendors' data sheets (SXM parts).
+PEAK_BF16_TFLOPS = {
+    "NVIDIA A100": 312.0,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H100 NVL": 835.0,
+    "NVIDIA H100": 989.4,
+    "NVIDIA H200": 989.4,
+    "NVIDIA H200 NVL": 835.0,
+    "NVIDIA GH200": 989.4,
+    "NVIDIA B200": 2250.0,
+    "NVIDIA L4": 121.0,
+    "NVIDIA L40": 181.0,
+    "NVIDIA L40S": 362.0,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 3090": 71.0,
+    "AMD Instinct MI300X": 1307.4,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of the device whose name starts like a known one; None if none does."""
+    known = [name for name in PEAK_BF16_TFLOPS if device_name.startswith(name)]
+    return PEAK_BF16_TFLOPS[max(known, key=len)] * 1e12 if known else None
+
+
+class Metrics(Callback):
+    """Loss of every step, and speed, MFU and memory of every interval, to all loggers.
+
+    Losses wait on the device until the interval ends: one host synchronization an interval.
+    Speed leaves out validation and checkpoints. MFU is printed in both conventions: "full" counts
+    the whole attention square, "causal" its half (both of the dense bf16 peak of the device).
+
+    Args:
+        every_n_steps: length of the interval, in optimizer steps.
+        show: also show progress (a bar on a terminal, lines elsewhere).
+    """
+
+    def __init__(self, *, every_n_steps: int = 10, show: bool = True):
+        if every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
+        self.every_n_steps = every_n_steps
+        self.display = Display() if show else None
+        self._waiting: list[tuple[int, float, torch.Tensor, torch.Tensor]] = []
+        self._tokens = 0  # consumed since the run began, a resume included
+        self._interval_tokens = 0
+        self._paused_at: float | None = None
+        self._peak: float | None = None
+
+    def state_dict(self) -> dict:
+        return {"tokens": self._tokens}
+
+    def load_state_dict(self, state: dict) -> None:
+        self._tokens = state["tokens"]
+
+    def on_train_start(self, trainer: Trainer, task: LightningModule) -> None:
+        device = task.device
+        if device.type == "cuda":
+            self._peak = peak_flops(torch.cuda.get_device_name(device))
+            torch.cuda.reset_peak_memory_stats(device)
+        for logger in trainer.loggers:
+            if isinstance(logger, CsvLogger):
+                logger.forget_after(trainer.global_step)
+        self._began = self._interval_start = time.perf_counter()
+        if self.display and trainer.is_global_zero:
+            self.display.start(trainer.global_step, trainer.max_steps)
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx) -> None:
+        step = trainer.global_step
+        self._seqlen = batch["input_ids"].shape[1]
+        tokens = batch["input_ids"].numel() * trainer.world_size
+        self._tokens += tokens
+        self._interval_tokens += tokens
+        self._waiting.append((step, self._tokens, task.lr, outputs["loss"], outputs["grad_norm"]))
+        if step % self.every_n_steps == 0 or step == trainer.max_steps:
+            self._flush(trainer, task)
+
+    def _flush(self, trainer: Trainer, task: LightningModule) -> None:
+        if not self._waiting:
+            return
+        values = torch.stack([torch.stack([w[3], w[4]]) for w in self._waiting]).tolist()
+        now = time.perf_counter()  # after the synchronization above
+        rows = []
+        for (step, tokens, lr, _, _), (loss, grad_norm) in zip(self._waiting, values, strict=True):
+            row = {"tokens": tokens, "lr": lr, "train/loss": loss, "train/grad_norm": grad_norm}
+            row["train/ppl"] = _exp(loss)
+            rows.append((step, row))
+        last = rows[-1][1]
+        rate = self._interval_tokens / max(now - self._interval_start, 1e-9)
+        last |= {"tokens_per_s": rate, "seconds": now - self._began}
+        if self._peak:
+            flops = task.model.flops_per_token(self._seqlen)
+            for kind in ("full", "causal"):
+                last[f"mfu_{kind}"] = rate * flops[kind] / (self._peak * trainer.world_size)
+        if task.device.type == "cuda":
+            last["peak_gib"] = torch.cuda.max_memory_allocated(task.device) / 2**30
+        for logger in trainer.loggers:
+            for step, row in rows:
+                logger.log_metrics(row, step)
+            logger.save()
+        if self.display and trainer.is_global_zero:
+            self.display.update(rows[-1][0], last)
+        self._waiting.clear()
+        self._interval_tokens = 0
+        self._interval_start = time.perf_counter()
+
+    def on_validation_start(self, trainer: Trainer, task: LightningModule) -> None:
+        self.pause_clock(task)
+
+    def on_validation_end(self, trainer: Trainer, task: LightningModule) -> None:
+        row = {key: float(trainer.callback_metrics[key]) for key in ("val/loss", "val/ppl")}
+        for logger in trainer.loggers:
+            logger.log_metrics(row, trainer.global_step)
+            logger.save()
+        if self.display and trainer.is_global_zero:
+            self.display.message(
+                f"step {trainer.global_step}: validation loss {row['val/loss']:.4f}, "
+                f"perplexity {row['val/ppl']:.2f}"
+            )
+        self.resume_clock()
+
+    def pause_clock(self, task: LightningModule) -> None:
+        """Stop counting time as training time, once the steps under way are done."""
+        if task.device.type == "cuda":
+            torch.cuda.synchronize(task.device)
+        self._paused_at = time.perf_counter()
+
+    def resume_clock(self) -> None:
+        if self._paused_at is not None:
+            self._interval_start = getattr(self, "_interval_start", self._paused_at)
+            self._interval_start += time.perf_counter() - self._paused_at
+            self._paused_at = None
+
+    def on_train_end(self, trainer: Trainer, task: LightningModule) -> None:
+        self._flush(trainer, task)
+        if self.display:
+            self.display.stop()
+
+    def on_exception(self, trainer: Trainer, task: LightningModule, exception) -> None:
+        for logger in trainer.loggers:
+            logger.save()
+        if self.display:
+            self.display.stop()
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700.0 else math.inf
+
+
+class Display:
+    """A progress bar on a terminal; elsewhere (a log file, CI) a line an update, at most one in
+    ten seconds."""
+
+    def __init__(self):
+        self.console = Console()
+        self._progress: Progress | None = None
+        self._last_line = -math.inf
+        self._total = 0
+
+    def start(self, step: int, total: int) -> None:
+        self._total = total
+        if self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[text]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._progress.start()
+            self._bar = self._progress.add_task("training", total=total, completed=step, text="")
+
+    def update(self, step: int, row: dict) -> None:
+        text = f"loss {row['train/loss']:.3f} ppl {row['train/ppl']:.1f} "
+        text += f"{row['tokens_per_s']:,.0f} tokens/s"
+        if "mfu_causal" in row:
+            text += f" MFU {row['mfu_full']:.1%} full, {row['mfu_causal']:.1%} causal"
+        if "peak_gib" in row:
+            text += f" {row['peak_gib']:.1f} GiB"
+        if self._progress:
+            self._progress.update(self._bar, completed=step, text=text)
+        elif time.monotonic() - self._last_line >= 10.0 or step == self._total:
+            self._last_line = time.monotonic()
+            self.message(f"step {step}/{self._total}: {text}")
+
+    def message(self, text: str) -> None:
+        (self._progress.console if self._progress else self.console).print(
+            text, markup=False, highlight=False, soft_wrap=True
+        )
+
+    @rank_zero_only
+    def stop(self) -> None:
+        if self._progress:
+            self._progress.stop()
+            self._progress = None

@@ -1,0 +1,283 @@
+"""Checkpoints that are whole or absent: atomic writes, a hash manifest, and how to find one again.
+
+A file is written under a temporary name in its own folder, flushed to disk and renamed; only then
+does ``manifest.json`` list it with its SHA-256. A file that the manifest does not list, or whose
+hash differs, is never loaded. Everything opens with ``weights_only=True``.
+"""
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from model.gpt import GPT
+
+MANIFEST = "manifest.json"
+
+
+class _HashingFile:
+    """A file object for torch.save that hashes what passes through."""
+
+    def __init__(self, file):
+        self.file, self.sha256, self.num_bytes = file, hashlib.sha256(), 0
+        self.error: OSError | None = None
+
+    def write(self, data) -> int:
+        self.sha256.update(data)
+        self.num_bytes += len(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _write_atomically(path: Path, write: Callable) -> None:
+    """Call write(file) on a temporary neighbour of `path`, force it to disk, rename it to `path`."""
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(folder: Path) -> dict[str, dict]:
+    """Checkpoint name -> {"step", "sha256", "bytes"}; empty where there is no readable manifest."""
+    try:
+        return json.loads((folder / MANIFEST).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+
+
+def _write_manifest(folder: Path, manifest: dict[str, dict]) -> None:
+    text = json.dumps(manifest, indent=1, sort_keys=True).encode()
+    _write_atomically(folder / MANIFEST, lambda file: file.write(text))
+
+
+def is_intact(path: Path) -> bool:
+    """Whether the manifest beside `path` lists it and its bytes have the listed hash."""
+    entry = read_manifest(path.parent).get(path.name)
+    if entry is None or not path.is_file() or path.stat().st_size != entry["bytes"]:
+        return False
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"]
+
+
+def newest_intact(folder: Path) -> Path | None:
+    """The intact checkpoint of the highest step in `folder`, with a warning for each broken one."""
+    manifest = read_manifest(folder)
+    for name in sorted(manifest, key=lambda name: (manifest[name]["step"], name), reverse=True):
+        if is_intact(folder / name):
+            return folder / name
+        warnings.warn(
+            f"{folder / name} is damaged (size or SHA-256 differs from {MANIFEST}); "
+            "trying the one before it",
+            stacklevel=2,
+        )
+    return None
+
+
+def find_checkpoint(run: str | Path, which: str = "best", runs_root: str = "outputs/runs") -> Path:
+    """A checkpoint of a run.
+
+    Args:
+        run: a checkpoint file, a run folder, or the name of a run under `runs_root`.
+        which: "best" (lowest validation loss; the last where none was measured) or "last".
+
+    Raises:
+        FileNotFoundError: there is no such run, or no intact checkpoint in it.
+    """
+    path = Path(run)
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        path = Path(runs_root) / run
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"no run at {run} nor {path}; give a run folder, its name under {runs_root}, "
+            "or a .ckpt file"
+        )
+    folder = path / "checkpoints"
+    if which not in ("best", "last"):
+        raise ValueError(f"which must be best or last, got {which!r}")
+    best = [name for name in read_manifest(folder) if name.startswith("best-")]
+    if which == "best" and best and is_intact(folder / max(best)):
+        return folder / max(best)
+    found = newest_intact(folder)
+    if found is None:
+        raise FileNotFoundError(f"{folder} holds no intact checkpoint; train the run further first")
+    return found
+
+
+def load_run(
+    run: str | Path,
+    which: str = "best",
+    device: str | torch.device = "cpu",
+    attention: Callable | None = None,
+) -> tuple[GPT, dict]:
+    """The model of a run, in eval mode, and the configuration it was built from.
+
+    Args:
+        run, which: see find_checkpoint.
+        device: where the weights go.
+        attention: the attention function; None takes the model's default.
+    """
+    path = find_checkpoint(run, which)
+    checkpoint = torch.load(path, map_location=device, weights_only=True)
+    config = checkpoint["model_config"]
+    options = {} if attention is None else {"attention": attention}
+    model = GPT(**config, **options)
+    prefix = "model."
+    weights = {
+        key.removeprefix(prefix): value
+        for key, value in checkpoint["state_dict"].items()
+        if key.startswith(prefix)
+    }
+    model.load_state_dict(weights)
+    return model.to(device).eval(), config
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes one checkpoint file so that a crash leaves the old state or the new one."""
+
+    def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        entry = {"step": checkpoint["global_step"]}
+
+        def write(file) -> None:
+            hashing = _HashingFile(file)
+            try:
+                torch.save(checkpoint, hashing)
+            except RuntimeError:
+                if hashing.error:  # torch hides what the file said, for instance that it is full
+                    raise hashing.error from None
+                raise
+            entry["sha256"] = hashing.sha256.hexdigest()
+            entry["bytes"] = hashing.num_bytes
+
+        _write_atomically(path, write)
+        _write_manifest(path.parent, read_manifest(path.parent) | {path.name: entry})
+
+    def load_checkpoint(self, path, map_location=None, weights_only: bool | None = True) -> dict:
+        return super().load_checkpoint(path, map_location or "cpu", weights_only=True)
+
+
+class Checkpoints(Checkpoint):
+    """Saves every N steps, at every best validation loss and at the end.
+
+    A save that falls on a validation step waits for the validation, so that a resume finds it done.
+    A save that fails (a full disk) is reported and training goes on: older checkpoints stay whole.
+
+    Args:
+        folder: the run's ``checkpoints`` folder.
+        every_n_steps: optimizer steps between saves.
+        keep_last: how many of those to keep (at least 2 lets a resume survive a damaged newest).
+    """
+
+    def __init__(self, *, folder: str, every_n_steps: int = 1000, keep_last: int = 2):
+        if every_n_steps < 1 or keep_last < 1:
+            raise ValueError(
+                "every_n_steps and keep_last must be at least 1, "
+                f"got {every_n_steps} and {keep_last}"
+            )
+        self.folder = Path(folder)
+        self.every_n_steps = every_n_steps
+        self.keep_last = keep_last
+        self.best_loss = float("inf")
+        self._saved_step = -1
+
+    def state_dict(self) -> dict:
+        return {"best_loss": self.best_loss}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.best_loss = state["best_loss"]
+
+    def on_train_start(self, trainer: Trainer, task: LightningModule) -> None:
+        self._saved_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx) -> None:
+        step = trainer.global_step
+        if step % self.every_n_steps == 0 and not _validates_at(trainer, step):
+            self.save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, task: LightningModule) -> None:
+        if not trainer.training and trainer.state.fn != "fit":
+            return
+        loss = float(trainer.callback_metrics["val/loss"])
+        best = loss < self.best_loss
+        if best:
+            self.best_loss = loss
+        if best or trainer.global_step % self.every_n_steps == 0:
+            self.save(trainer, best=best)
+
+    def on_train_end(self, trainer: Trainer, task: LightningModule) -> None:
+        if self._saved_step != trainer.global_step:
+            self.save(trainer)
+
+    def save(self, trainer: Trainer, best: bool = False) -> None:
+        """Write step-N.ckpt, name it best-N.ckpt too if it is, remove what is too old."""
+        step = trainer.global_step
+        path = self.folder / f"step-{step:08d}.ckpt"
+        clocks = [c for c in trainer.callbacks if hasattr(c, "pause_clock")]
+        for clock in clocks:
+            clock.pause_clock(trainer.lightning_module)
+        try:
+            trainer.save_checkpoint(path)
+            if trainer.is_global_zero:
+                self._tidy(path, best)
+            self._saved_step = step
+        except OSError as error:
+            warnings.warn(
+                f"checkpoint of step {step} was not saved ({error}); training goes on with the "
+                f"older ones in {self.folder}",
+                stacklevel=2,
+            )
+        finally:
+            for clock in clocks:
+                clock.resume_clock()
+
+    def _tidy(self, path: Path, best: bool) -> None:
+        manifest = read_manifest(self.folder)
+        old = sorted(name for name in manifest if name.startswith("step-"))[: -self.keep_last]
+        if best:
+            old += [name for name in manifest if name.startswith("best-")]
+            name = path.name.replace("step-", "best-")
+            (self.folder / name).unlink(missing_ok=True)
+            os.link(path, self.folder / name)  # the same bytes under a second name
+            manifest[name] = manifest[path.name]
+            old = [other for other in old if other != name]
+        for name in old:
+            del manifest[name]
+        _write_manifest(self.folder, manifest)
+        for name in old:
+            (self.folder / name).unlink(missing_ok=True)
+
+
+def _validates_at(trainer: Trainer, step: int) -> bool:
+    interval = trainer.val_check_batch
+    return bool(trainer.enable_validation and interval and step % interval == 0)

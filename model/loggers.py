@@ -1,0 +1,163 @@
+"""Where metrics go: a CSV file that survives a resume, and W&B that never ends a run."""
+
+import csv
+import os
+import warnings
+from pathlib import Path
+
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+COLUMNS = (
+    "step tokens epoch seconds train/loss train/ppl train/grad_norm lr tokens_per_s mfu_full "
+    "mfu_causal peak_gib val/loss val/ppl"
+).split()
+
+
+class CsvLogger(Logger):
+    """Appends one row a logged step to ``<save_dir>/metrics.csv``; a resume goes on below it.
+
+    Args:
+        save_dir: the run folder.
+    """
+
+    def __init__(self, *, save_dir: str):
+        super().__init__()
+        self.path = Path(save_dir) / "metrics.csv"
+        self._rows: dict[int, dict] = {}
+
+    name = property(lambda self: "csv")
+    version = property(lambda self: "")
+
+    @rank_zero_only
+    def log_hyperparams(self, params=None, *args, **kwargs) -> None:
+        """The run folder's config.yaml already holds them."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict, step: int | None = None) -> None:
+        unknown = sorted(set(metrics) - set(COLUMNS))
+        if unknown:
+            raise ValueError(f"metrics.csv has no column for {unknown}; add them to COLUMNS")
+        self._rows.setdefault(step, {"step": step}).update(metrics)
+
+    @rank_zero_only
+    def forget_after(self, step: int) -> None:
+        """Drop rows of steps after `step`, which a resumed run will do again."""
+        if not self.path.exists():
+            return
+        with self.path.open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if int(row["step"]) <= step]
+        part = self.path.with_suffix(".csv.part")
+        with part.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows({key: row.get(key, "") for key in COLUMNS} for row in rows)
+        os.replace(part, self.path)
+
+    @rank_zero_only
+    def save(self) -> None:
+        if not self._rows:
+            return
+        new = not self.path.exists()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if new:
+                writer.writeheader()
+            for _, row in sorted(self._rows.items()):
+                writer.writerow({key: _text(value) for key, value in row.items()})
+        self._rows.clear()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self.save()
+
+
+def _text(value) -> str:
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+class PatientWandbLogger(WandbLogger):
+    """WandbLogger whose failures cost the metrics of W&B, not the run."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict, step: int | None = None) -> None:
+        try:
+            super().log_metrics(metrics, step)
+        except Exception as error:  # any fault of the service: the CSV still has every row
+            warnings.warn(f"W&B did not take the metrics of step {step}: {error}", stacklevel=2)
+
+
+def wandb_logger(
+    *,
+    save_dir: str,
+    run_id: str,
+    name: str,
+    project: str = "flashtrain",
+    entity: str | None = None,
+    group: str | None = None,
+    tags: list[str] | None = None,
+    mode: str = "auto",
+    init_timeout_s: int = 60,
+    config: dict | None = None,
+) -> Logger | None:
+    """A W&B logger that continues run `run_id`; offline where W&B cannot be reached.
+
+    Args:
+        save_dir: the run folder; W&B's files go to its ``wandb/``.
+        run_id: the same id after a resume continues the same W&B run.
+        mode: "auto" (online, else offline), "online" (fail if W&B cannot be reached), "offline".
+        init_timeout_s: how long to wait for the service, in seconds.
+        config: the resolved configuration of the run.
+
+    Returns:
+        The logger, or None on ranks other than 0 and where not even offline mode starts (with a
+        warning; metrics.csv has everything).
+    """
+    if mode not in ("auto", "online", "offline"):
+        raise ValueError(f"wandb mode must be auto, online or offline, got {mode!r}")
+    if rank_zero_only.rank != 0:
+        return None
+    import wandb
+
+    def start(wandb_mode: str | None):
+        return wandb.init(
+            dir=save_dir,
+            id=run_id,
+            name=name,
+            project=project,
+            entity=entity,
+            group=group,
+            tags=tags,
+            config=config,
+            mode=wandb_mode,
+            resume=None if wandb_mode == "offline" else "allow",
+            settings=wandb.Settings(init_timeout=init_timeout_s, console="off"),
+        )
+
+    run = None
+    if mode == "online" or (mode == "auto" and _has_wandb_account(wandb)):
+        try:
+            run = start("online" if mode == "online" else None)  # None heeds WANDB_MODE
+        except Exception as error:
+            if mode == "online":
+                raise
+            warnings.warn(f"W&B cannot be reached, logging offline: {error}", stacklevel=2)
+    if run is None:
+        try:
+            run = start("offline")
+        except Exception as error:
+            if mode == "offline":
+                raise
+            warnings.warn(f"W&B does not start, metrics go to metrics.csv: {error}", stacklevel=2)
+            return None
+        print(f"W&B is offline; send the run later with: wandb sync {Path(run.dir).parent}")
+    return PatientWandbLogger(experiment=run)
+
+
+def _has_wandb_account(wandb) -> bool:
+    """Whether a key is at hand, so that W&B will not stop and ask for one."""
+    try:
+        return wandb.login(prompt=False, verify=False)
+    except Exception:  # an unreadable key file is no key
+        return False

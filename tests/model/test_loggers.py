@@ -1,0 +1,81 @@
+import csv
+import warnings
+
+import pytest
+
+from model.loggers import CsvLogger, PatientWandbLogger, wandb_logger
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_has_one_row_a_step_and_merges_its_metrics(tmp_path):
+    logger = CsvLogger(save_dir=str(tmp_path))
+    logger.log_metrics({"train/loss": 2.5}, step=1)
+    logger.log_metrics({"val/loss": 3.0}, step=1)
+    logger.log_metrics({"train/loss": 2.25}, step=2)
+    logger.save()
+    rows = read(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows] == ["1", "2"]
+    assert rows[0]["train/loss"] == "2.5" and rows[0]["val/loss"] == "3"
+    assert rows[1]["val/loss"] == ""
+
+
+def test_csv_goes_on_below_the_resumed_step(tmp_path):
+    first = CsvLogger(save_dir=str(tmp_path))
+    for step in (1, 2, 3):
+        first.log_metrics({"train/loss": float(step)}, step=step)
+    first.finalize("killed")
+    resumed = CsvLogger(save_dir=str(tmp_path))
+    resumed.forget_after(2)
+    resumed.log_metrics({"train/loss": 30.0}, step=3)
+    resumed.save()
+    assert [row["train/loss"] for row in read(tmp_path / "metrics.csv")] == ["1", "2", "30"]
+
+
+def test_csv_refuses_a_metric_without_a_column(tmp_path):
+    with pytest.raises(ValueError, match="no column for .*train/los'"):
+        CsvLogger(save_dir=str(tmp_path)).log_metrics({"train/los": 1.0}, step=1)
+
+
+def test_wandb_without_an_account_logs_offline(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    logger = wandb_logger(save_dir=str(tmp_path), run_id="run-1", name="run", config={"seed": 1})
+    logger.log_metrics({"train/loss": 1.0}, step=1)
+    logger.experiment.finish()
+    assert logger.experiment.id == "run-1"
+    assert list((tmp_path / "wandb").glob("offline-run-*-run-1"))
+
+
+def test_wandb_failure_costs_no_run(tmp_path, monkeypatch):
+    """Neither a service that does not start nor one that dies later raises."""
+    import wandb
+
+    def refuse(**kwargs):
+        raise wandb.errors.CommError("service is gone")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.warns(UserWarning, match="metrics go to metrics.csv"):
+        assert wandb_logger(save_dir=str(tmp_path), run_id="r", name="r") is None
+
+    class DeadRun:
+        def log(self, *args, **kwargs):
+            raise BrokenPipeError
+
+        def define_metric(self, *args, **kwargs):
+            pass
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logger = PatientWandbLogger(experiment=DeadRun())
+    with pytest.warns(UserWarning, match="did not take the metrics of step 3"):
+        logger.log_metrics({"train/loss": 1.0}, step=3)
+
+
+def test_wandb_mode_is_checked(tmp_path):
+    with pytest.raises(ValueError, match="auto, online or offline, got 'sometimes'"):
+        wandb_logger(save_dir=str(tmp_path), run_id="r", name="r", mode="sometimes")

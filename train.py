@@ -1,0 +1,223 @@
+"""Train a model: compose the configuration, build data, task and trainer, fit, report.
+
+python train.py                      a small GPT-2 on an embedded corpus, on any machine
+python train.py experiment=gpt2_4k   the paper's GPT-2 at 4K context
+python train.py --help               groups, options and how to override them
+"""
+
+import inspect
+import logging
+import os
+import sys
+import types
+import typing
+import warnings
+from contextlib import contextmanager
+
+import hydra
+import torch
+from hydra.errors import HydraException
+from hydra.utils import get_object, instantiate
+from lightning import Trainer
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from model.checkpoint import AtomicCheckpointIO, find_checkpoint, load_run
+from model.generation import generate
+from model.hf import load_gpt2
+from model.run import plan_run, record_run
+from model.task import step_seed
+
+WANTS_TRACEBACK = bool(os.environ.get("HYDRA_FULL_ERROR"))
+CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
+BUILD_ERRORS = (*CONFIGURATION_ERRORS, ValueError, TypeError, OSError)
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="train")
+def main(cfg: DictConfig) -> float:
+    """One run. Returns its validation loss, the objective of a sweep."""
+    quiet()
+    with one_line_errors(BUILD_ERRORS):
+        cfg, run, data, task, trainer = build(cfg)
+        if rank_zero_only.rank == 0:
+            record_run(run, OmegaConf.to_yaml(cfg, resolve=True))
+        loggers = [instantiate(node) for node in (cfg.logger or {}).values()]
+        trainer.loggers = [logger for logger in loggers if logger is not None]
+    say(f"run folder: {run.folder}")
+    try:
+        trainer.fit(task, data, ckpt_path=run.ckpt_path, weights_only=True)
+        if trainer.interrupted:
+            say(f"stopped at step {trainer.global_step}; continue with ckpt_path or resume=auto")
+            return float("inf")
+        return report(cfg, run, data, task, trainer)
+    finally:
+        for logger in trainer.loggers:
+            logger.finalize("finished")
+
+
+def build(cfg: DictConfig):
+    """Check the configuration, then make everything that it names, cheap things first.
+
+    Raises:
+        ValueError, FileNotFoundError, ...: the configuration cannot work; the message says why and
+            what to change.
+    """
+    check_options(cfg)
+    distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    run = plan_run(
+        cfg.run_name,
+        cfg.runs_root,
+        resume=cfg.resume,
+        ckpt_path=cfg.ckpt_path,
+        shared_name=distributed,
+    )
+    cfg.run_dir, cfg.run_id = str(run.folder), run.run_id
+    if cfg.trainer.accelerator == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "the trainer asks for a CUDA GPU and there is none; add trainer=cpu (and a small model "
+            "and batch), or run on a machine with a GPU"
+        )
+    if cfg.data.seqlen > cfg.model.max_seqlen:
+        raise ValueError(
+            f"data.seqlen={cfg.data.seqlen} is longer than the {cfg.model.max_seqlen} positions of "
+            "the model; raise model.max_seqlen or shorten data.seqlen"
+        )
+    on_gpu = cfg.trainer.accelerator in ("cuda", "gpu", "auto") and torch.cuda.is_available()
+    if cfg.trainer.precision == "auto":
+        cfg.trainer.precision = "bf16-mixed" if on_gpu else "32-true"
+    data = instantiate(cfg.data)
+    callbacks = [instantiate(node) for node in (cfg.callbacks or {}).values()]
+    trainer = instantiate(
+        cfg.trainer, callbacks=callbacks, plugins=[AtomicCheckpointIO()], logger=False
+    )
+    per_step = data.batch_tokens // data.seqlen
+    if per_step % trainer.world_size:
+        raise ValueError(
+            f"data.batch_tokens={data.batch_tokens} is {per_step} sequences of {data.seqlen} "
+            f"tokens, which must divide among {trainer.world_size} devices"
+        )
+    if data.vocab_size > cfg.model.get("vocab_size", data.vocab_size):
+        raise ValueError(
+            f"model.vocab_size={cfg.model.vocab_size} must be at least {data.vocab_size}, the "
+            "vocabulary of the tokenizer"
+        )
+    attention = instantiate(cfg.attention)
+    if getattr(attention, "__module__", "").startswith("flash_kernels.attention") and not on_gpu:
+        raise ValueError("attention=flash needs a GPU; use attention=sdpa or attention=auto here")
+    say(f"attention: {describe_attention(attention, on_gpu)}")
+    torch.set_float32_matmul_precision("high")  # what autocast leaves in fp32 may use TF32
+    torch.manual_seed(step_seed(cfg.seed, -1, 0))  # initial weights: the same on every rank
+    task = instantiate(cfg.task)
+    task.micro_batch(per_step // trainer.world_size, data.seqlen)
+    if cfg.init_from is not None and run.ckpt_path is None:
+        source = load_gpt2(cfg.init_from, max_seqlen=cfg.model.max_seqlen)
+        task.model.load_state_dict(source.state_dict())
+    return cfg, run, data, task, trainer
+
+
+def report(cfg: DictConfig, run, data, task, trainer: Trainer) -> float:
+    """Final validation beside a unigram model's, a sample, where the run is."""
+    if task.validated_step != trainer.global_step:
+        trainer.validate(task, data, verbose=False)
+    loss, ppl = (float(trainer.callback_metrics[key]) for key in ("val/loss", "val/ppl"))
+    say(f"validation perplexity {ppl:.2f} (unigram model: {data.unigram_perplexity():.2f})")
+    if cfg.sample_prompt and rank_zero_only.rank == 0 and trainer.world_size == 1:
+        model = task.model.eval()
+        ids = torch.tensor([data.tokenizer.encode(cfg.sample_prompt)], device=task.device)
+        generator = torch.Generator(task.device).manual_seed(cfg.seed)
+        ids = generate(model, ids, cfg.sample_tokens, temperature=0.8, top_k=50, generator=generator)
+        say(f"sample: {data.tokenizer.decode(ids[0].tolist())}")
+    say(f"run: {run.folder}  (python -m scripts.generate run={run.folder.name} prompt='...')")
+    return loss
+
+
+def describe_attention(attention, on_gpu: bool) -> str:
+    """The name of the attention function, and what an automatic choice comes to."""
+    name = getattr(attention, "__name__", repr(attention))
+    if name == "auto_attention":
+        return "flash (auto, GPU)" if on_gpu else "sdpa (auto, no GPU)"
+    return name
+
+
+def check_options(cfg: DictConfig) -> None:
+    """Hold every node with a _target_ against the signature of what it names.
+
+    Raises:
+        ValueError: an option that the target lacks, or of another type than its annotation.
+    """
+    for key, node in cfg.items_ex(resolve=False):
+        if not isinstance(node, DictConfig):
+            continue
+        children = [node] if "_target_" in node else list(node.values())
+        for child in children:
+            if isinstance(child, DictConfig) and "_target_" in child:
+                _check_node(str(key), child)
+
+
+def _check_node(key: str, node: DictConfig) -> None:
+    target = get_object(node["_target_"])
+    parameters = inspect.signature(target).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    function = target.__init__ if inspect.isclass(target) else target
+    hints = typing.get_type_hints(function)
+    for name in node:
+        if name.startswith("_"):
+            continue
+        if name not in parameters:
+            options = ", ".join(p for p in parameters if p != "self")
+            raise ValueError(f"{key}.{name} is unknown; {target.__name__} has {options}")
+        value = node[name]
+        if name in hints and not _fits(value, hints[name]):
+            wanted = inspect.formatannotation(hints[name])
+            raise ValueError(f"{key}.{name} must be {wanted}, got {value!r}")
+
+
+def _fits(value, hint) -> bool:
+    """Whether a configuration value can be of type `hint`; what is not plain data always can."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return any(_fits(value, option) for option in typing.get_args(hint))
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint in (str, bool, type(None)):
+        return isinstance(value, hint)
+    return True
+
+
+def quiet() -> None:
+    """Keep Lightning's notes about what this program decides itself out of the output."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*LeafSpec.*")
+
+
+@rank_zero_only
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+@contextmanager
+def one_line_errors(kinds: tuple[type[Exception], ...]):
+    """End the program with one line for an error of these kinds, which the user can mend.
+
+    HYDRA_FULL_ERROR=1 in the environment shows the traceback instead.
+    """
+    try:
+        yield
+    except kinds as error:
+        if WANTS_TRACEBACK:
+            raise
+        cause = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        sys.exit("error: " + " ".join(str(cause).split()))
+
+
+if __name__ == "__main__":
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors over instead of printing its own
+    with one_line_errors(CONFIGURATION_ERRORS):
+        main()
