@@ -83,6 +83,9 @@ def sdpa_attention(
     num_blind = max(seqlen_q - seqlen_k, 0) if causal else 0
     if num_blind:
         q = q[:, num_blind:]
+    if softmax_scale is not None and softmax_scale <= 0.0:
+        # torch scales after masking with -inf, which gives NaN or the wrong sign here.
+        q, softmax_scale = q * softmax_scale, 1.0
     keep_mask = None
     if causal and 1 < seqlen_q < seqlen_k:  # torch's is_causal is top-left aligned
         keep_mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)

@@ -1,0 +1,116 @@
+import math
+
+import pytest
+import torch
+
+from model.attention import KVCache, SelfAttention, auto_attention, sdpa_attention
+
+
+def naive_attention(q, k, v, *, causal, softmax_scale=None):
+    """The formula in float64, one row of keys per query."""
+    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scores = scale * q @ k.mT
+    if causal:
+        rows, cols = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+        scores = scores.masked_fill(cols > rows + k.shape[2] - q.shape[2], -math.inf)
+    return (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("seqlen_q,seqlen_k", [(1, 1), (7, 7), (1, 9), (4, 9), (9, 4)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("nheads_k,softmax_scale", [(4, None), (2, 0.3), (4, 0.0), (1, -0.7)])
+def test_sdpa_attention_matches_the_formula(seqlen_q, seqlen_k, causal, nheads_k, softmax_scale):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, seqlen_q, 4, 5, generator=generator, requires_grad=True)
+    k, v = (
+        torch.randn(2, seqlen_k, nheads_k, 5, generator=generator, requires_grad=True)
+        for _ in range(2)
+    )
+    dout = torch.randn(2, seqlen_q, 4, 5, generator=generator)
+    out = sdpa_attention(q, k, v, causal=causal, softmax_scale=softmax_scale)
+    expected = naive_attention(q, k, v, causal=causal, softmax_scale=softmax_scale)
+    torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-6)
+    if causal and seqlen_q > seqlen_k:
+        assert out[:, : seqlen_q - seqlen_k].eq(0).all()
+        return  # the formula's gradient is NaN where a row is empty
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    expected_grads = torch.autograd.grad(expected, (q, k, v), dout.double())
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-5)
+
+
+def test_sdpa_attention_gradient_is_finite_where_rows_see_no_key():
+    q = torch.randn(1, 9, 2, 4, requires_grad=True)
+    k, v = torch.randn(2, 1, 4, 2, 4).unbind(0)
+    sdpa_attention(q, k, v, causal=True).sum().backward()
+    assert q.grad[:, :5].eq(0).all() and q.grad[:, 6:].abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (4, None)},
+        {"window": (None, 0)},
+        {"softcap": 1.0},
+        {"alibi_slopes": torch.ones(2)},
+        {"lengths_k": torch.ones(1, dtype=torch.int32)},
+        {"dropout_seed": 0},
+        {"return_lse": True},
+        {"kernel": "portable"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_sdpa_attention_refuses_what_it_does_not_serve(options):
+    q = torch.randn(1, 3, 2, 4)
+    with pytest.raises(NotImplementedError, match=f"{next(iter(options))}.*flash_kernels"):
+        sdpa_attention(q, q, q, **options)
+
+
+def test_sdpa_attention_refuses_uneven_heads():
+    q, k = torch.randn(1, 3, 4, 4), torch.randn(1, 3, 3, 4)
+    with pytest.raises(ValueError, match=r"nheads \(4\) must be a multiple of nheads_k \(3\)"):
+        sdpa_attention(q, k, k)
+
+
+def test_auto_attention_is_sdpa_on_cpu():
+    q, k, v = torch.randn(3, 1, 5, 2, 4).unbind(0)
+    assert torch.equal(auto_attention(q, k, v, causal=True), sdpa_attention(q, k, v, causal=True))
+
+
+def test_self_attention_passes_views_and_its_options():
+    calls = []
+
+    def spy(q, k, v, **options):
+        calls.append((q, k, v, options))
+        return sdpa_attention(q, k, v, **options)
+
+    layer = SelfAttention(12, 3, causal=True, dropout=0.25, attention=spy, softmax_scale=0.5)
+    x = torch.randn(2, 5, 12)
+    layer(x)
+    layer.eval()(x)
+    (q, k, v, training), (*_, evaluating) = calls
+    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    assert q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    assert q.shape == (2, 5, 3, 4) and q.stride(-1) == 1
+    assert training == {"causal": True, "softmax_scale": 0.5, "dropout_p": 0.25}
+    assert evaluating == {"causal": True, "softmax_scale": 0.5, "dropout_p": 0.0}
+    # The head h of q is rows h * headdim onwards of the first third of the projection.
+    projected = x @ layer.qkv.weight.T + layer.qkv.bias
+    torch.testing.assert_close(q[:, :, 1], projected[..., 4:8])
+    torch.testing.assert_close(k[:, :, 2], projected[..., 12 + 8 : 12 + 12])
+
+
+def test_self_attention_with_cache_equals_without():
+    torch.manual_seed(0)
+    layer = SelfAttention(12, 3, causal=True)
+    x = torch.randn(2, 7, 12)
+    cache, parts = KVCache(8), []
+    with torch.no_grad():
+        for part in x.split([3, 1, 3], dim=1):
+            parts.append(layer(part, kv_cache=cache))
+            cache.advance(part.shape[1])
+        torch.testing.assert_close(torch.cat(parts, 1), layer(x))
+        with pytest.raises(ValueError, match="holds 8 tokens, got 9"):
+            layer(x[:, :2], kv_cache=cache)
