@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from model.checkpoint import AtomicCheckpointIO, find_checkpoint, load_run
+from model.checkpoint import AtomicCheckpointIO, Checkpoints
 from model.generation import generate
 from model.hf import load_gpt2
 from model.run import plan_run, record_run
@@ -89,7 +89,11 @@ def build(cfg: DictConfig):
     data = instantiate(cfg.data)
     callbacks = [instantiate(node) for node in (cfg.callbacks or {}).values()]
     trainer = instantiate(
-        cfg.trainer, callbacks=callbacks, plugins=[AtomicCheckpointIO()], logger=False
+        cfg.trainer,
+        callbacks=callbacks,
+        enable_checkpointing=any(isinstance(callback, Checkpoints) for callback in callbacks),
+        plugins=[AtomicCheckpointIO()],
+        logger=False,
     )
     per_step = data.batch_tokens // data.seqlen
     if per_step % trainer.world_size:
