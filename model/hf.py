@@ -299,6 +299,31 @@ def load_gpt2(
     return model
 
 
+def load_into(model: GPT, source: str | os.PathLike) -> None:
+    """Give a model the weights of a checkpoint (load_gpt2's sources); the start of a fine-tune.
+
+    The position table is resized to the model's max_seqlen; dropouts are the model's.
+
+    Raises:
+        ValueError: the checkpoint is of another shape or computes something else; names all
+            differences. And what load_gpt2 raises.
+    """
+    own = model.config
+    loaded = load_gpt2(source, max_seqlen=own["max_seqlen"], vocab_multiple=own["vocab_multiple"])
+    keys = ("vocab_size", "depth", "dim", "nheads", "inverse_layer_scale", "bias")
+    differences = [
+        f"{key} is {loaded.config[key]!r} in the checkpoint and {own[key]!r} in the model"
+        for key in keys
+        if loaded.config[key] != own[key]
+    ]
+    if differences:
+        raise ValueError(
+            f"the model must be of the checkpoint's kind: {'; '.join(differences)}; "
+            "set the model's configuration to the checkpoint's"
+        )
+    model.load_state_dict(loaded.state_dict())
+
+
 def export_gpt2(
     model: GPT,
     folder: str | os.PathLike,
@@ -311,7 +336,8 @@ def export_gpt2(
     Args:
         model: the GPT (not a wrapper of it).
         folder: made if absent; files of the same names are replaced.
-        tokenizer: writes its files by `save_hf(folder)`; its `eot` is the default eos_id.
+        tokenizer: writes its files by `save_hf(folder)`; its `eot` is the default eos_id, and its
+            model_max_length becomes max_seqlen.
         eos_id: token that ends a text; default 50256 for GPT-2's vocabulary, none for another.
 
     Returns:
@@ -335,6 +361,9 @@ def export_gpt2(
         write_file(folder / name, (json.dumps(content, indent=2) + "\n").encode())
     if tokenizer is not None:
         tokenizer.save_hf(folder)
+        path = folder / "tokenizer_config.json"
+        settings = {**json.loads(path.read_text()), "model_max_length": model.max_seqlen}
+        write_file(path, (json.dumps(settings, indent=2) + "\n").encode())
     return folder
 
 
