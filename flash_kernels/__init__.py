@@ -1,0 +1,5 @@
+"""FlashAttention in Triton: exact attention with memory linear in the sequence length, forward and backward."""
+
+from .attention import flash_attention, flash_attention_varlen
+
+__all__ = ["flash_attention", "flash_attention_varlen"]

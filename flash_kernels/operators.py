@@ -1,0 +1,184 @@
+"""The custom operators flash_kernels::attention_forward and attention_backward: what torch's machinery sees.
+
+Registered with fake implementations (torch.compile without graph breaks), autograd, and FLOP formulas. Arguments are
+checked by the public functions in attention.py; these operators trust them.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .portable.attention_backward import attention_backward as portable_backward
+from .portable.attention_forward import attention_forward as portable_forward
+from .portable.launch import Problem
+
+_LIBRARY = torch.library.Library("flash_kernels", "DEF")
+
+# What both operators take after their tensors; None in a window is unbounded.
+_OPTIONS = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? lengths_k, Tensor? alibi_slopes, Tensor? dropout_seed, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, float softcap, "
+    "SymInt? window_left, SymInt? window_right, float dropout_p, str kernel"
+)
+_LIBRARY.define(
+    f"attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+_LIBRARY.define(
+    "check_cu_seqlens(Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt total_q, SymInt total_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k) -> ()"
+)
+
+
+def _problem(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, max_seqlen_q, max_seqlen_k,
+    softmax_scale, softcap, window_left, window_right, dropout_p,
+) -> Problem:  # fmt: skip
+    return Problem(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        lengths_k=lengths_k,
+        alibi_slopes=alibi_slopes,
+        dropout_seed=dropout_seed,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        window_left=window_left,
+        window_right=window_right,
+        dropout_p=dropout_p,
+    )
+
+
+def _forward(q, k, v, *options) -> tuple[Tensor, Tensor]:
+    *options, kernel = options
+    assert kernel == "portable"
+    return portable_forward(_problem(q, k, v, *options))
+
+
+def _backward(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor]:
+    *options, kernel = options
+    assert kernel == "portable"
+    return portable_backward(_problem(q, k, v, *options), dout, dlse, out, lse)
+
+
+def _check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, total_q, total_k, max_seqlen_q, max_seqlen_k):
+    """Assert what attention.py documents of cu_seqlens: at once on the CPU, on the device elsewhere."""
+    for name, cu_seqlens, total, longest in (
+        ("q", cu_seqlens_q, total_q, max_seqlen_q),
+        ("k", cu_seqlens_k, total_k, max_seqlen_k),
+    ):
+        lengths = cu_seqlens.diff()
+        holds = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total)
+        holds = holds & (lengths.amin() >= 0) & (lengths.amax() <= longest)
+        message = (
+            f"cu_seqlens_{name} must start at 0, never fall, end at total_{name} = {total}, and no sequence may be "
+            f"longer than max_seqlen_{name} = {longest}"
+        )
+        if cu_seqlens.device.type == "cpu":
+            if not holds:
+                raise ValueError(f"{message}, got {cu_seqlens.tolist()}")
+        else:
+            torch._assert_async(holds, message)
+
+
+# CPU tensors reach the kernels only under Triton's interpreter; attention.py refuses them otherwise.
+for _key in ("CUDA", "CPU"):
+    _LIBRARY.impl("attention_forward", _forward, _key)
+    _LIBRARY.impl("attention_backward", _backward, _key)
+    _LIBRARY.impl("check_cu_seqlens", _check_cu_seqlens, _key)
+
+
+@torch.library.register_fake("flash_kernels::attention_forward")
+def _forward_fake(q, k, v, cu_seqlens_q, *_):
+    if cu_seqlens_q is not None:
+        lse_shape = (q.shape[1], q.shape[0])
+    else:
+        lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+    return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+@torch.library.register_fake("flash_kernels::attention_backward")
+def _backward_fake(dout, dlse, q, k, v, *_):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@torch.library.register_fake("flash_kernels::check_cu_seqlens")
+def _check_fake(*_):
+    return None
+
+
+def _save_for_backward(ctx, inputs, output):
+    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, *options = inputs
+    ctx.save_for_backward(
+        q, k, v, *output, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed
+    )
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dout, dlse):
+    q, k, v, out, lse, *index_tensors = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * (8 + len(ctx.options))
+    if dout is None:
+        dout = torch.zeros_like(out)
+    gradients = torch.ops.flash_kernels.attention_backward(
+        dout, dlse, q, k, v, out, lse, *index_tensors, *ctx.options
+    )
+    return (*gradients, *(None,) * (5 + len(ctx.options)))
+
+
+torch.library.register_autograd(
+    "flash_kernels::attention_forward", _differentiate, setup_context=_save_for_backward, lib=_LIBRARY
+)
+
+
+def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> float:
+    """Query-key pairs inside the window, bottom-right aligned; a causal square counts as half (the usual convention)."""
+    if left is None and right == 0 and seqlen_q == seqlen_k:
+        return seqlen_q * seqlen_k / 2
+    if left is None and right is None:
+        return seqlen_q * seqlen_k
+    shift = seqlen_k - seqlen_q
+    total = 0
+    for row in range(seqlen_q):
+        begin = 0 if left is None else max(0, row + shift - left)
+        end = seqlen_k if right is None else min(seqlen_k, row + shift + right + 1)
+        total += max(0, end - begin)
+    return total
+
+
+def _forward_flops(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right) -> int:
+    """4 * headdim a visible pair (FlashAttention-2's convention). Packed: exact where the lengths can be read."""
+    if cu_seqlens_q is None:
+        pairs = q.shape[0] * visible_pairs(q.shape[1], k.shape[1], left, right)
+    elif type(cu_seqlens_q) is Tensor and cu_seqlens_q.device.type != "meta":
+        lengths = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)
+        pairs = sum(visible_pairs(m, n, left, right) for m, n in lengths)
+    else:
+        pairs = (cu_seqlens_q.shape[0] - 1) * visible_pairs(max_seqlen_q, max_seqlen_k, left, right)
+    return int(4 * pairs * q.shape[-2] * q.shape[-1])
+
+
+@register_flop_formula(torch.ops.flash_kernels.attention_forward, get_raw=True)
+def _attention_forward_flops(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, max_seqlen_q, max_seqlen_k,
+    softmax_scale, softcap, window_left, window_right, *_, out_val=None,
+):  # fmt: skip
+    return _forward_flops(
+        q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window_left, window_right
+    )
+
+
+@register_flop_formula(torch.ops.flash_kernels.attention_backward, get_raw=True)
+def _attention_backward_flops(dout, dlse, q, k, v, out, lse, *options, out_val=None):
+    return _attention_forward_flops(q, k, v, *options) * 5 // 2

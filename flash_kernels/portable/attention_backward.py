@@ -1,0 +1,442 @@
+"""Backward of attention in three kernels: delta, then dk and dv by key tile, then dq by query tile.
+
+FlashAttention (arXiv 2205.14135, algorithm 4), split so that each gradient has one owner: no atomics, so the result
+is the same in every run, at the price of computing the scores twice. With P = exp(S - lse), Z the dropout
+mask over (1 - dropout_p) and delta = rowsum(out * dout) - dlse:
+
+    dv = (P * Z)^T dout      dS = P * (Z * dout v^T - delta)      dq = scale * dS k      dk = scale * dS^T q
+
+dlse enters through delta because d lse / dS = P. The dk/dv kernel works on S^T, whose tiles go from registers
+into the next product as they are.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tiles
+from .launch import Problem, dropout_keys, heads_per_group
+from .tile_choice import Tile, choose_tile
+
+_DELTA_ROWS = 64
+
+
+@triton.jit(do_not_specialize=["lse_strides", "num_heads", "seqlen_q", "num_tiles"])
+def delta_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_log2_ptr, cu_seqlens_q_ptr,
+    out_strides, dout_strides, lse_strides, dlse_strides, nheads, seqlen_q, num_tiles, inverse_keep_scale,
+    HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    IS_VARLEN: tl.constexpr, HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    """delta = (rowsum(out * dout) - dlse) * (1 - dropout_p), and lse in base 2, +inf for rows that see no key."""
+    pid = tl.program_id(0)
+    batch_head = pid // num_tiles
+    batch_index = batch_head // nheads
+    batch_64 = batch_index.to(tl.int64)
+    head = (batch_head % nheads).to(tl.int64)
+    first_q, seqlen_q = tiles.sequence_range(cu_seqlens_q_ptr, batch_index, seqlen_q, IS_VARLEN)
+    rows = (pid % num_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    packed_rows = first_q + rows
+    out_ptr += batch_64 * out_strides[0] + head * out_strides[2]
+    dout_ptr += batch_64 * dout_strides[0] + head * dout_strides[2]
+    out = tiles.load_tile(
+        out_ptr + packed_rows[:, None] * out_strides[1] + dims[None, :],
+        rows, 0, seqlen_q, dims, HEADDIM, BLOCK_D, True,
+    ).to(tl.float32)  # fmt: skip
+    dout = tiles.load_tile(
+        dout_ptr + packed_rows[:, None] * dout_strides[1] + dims[None, :],
+        rows, 0, seqlen_q, dims, HEADDIM, BLOCK_D, True,
+    ).to(tl.float32)  # fmt: skip
+    delta = tl.sum(out * dout, 1)
+    inside = rows < seqlen_q
+    offsets = batch_64 * lse_strides[0] + head * lse_strides[1] + packed_rows
+    lse = tl.load(lse_ptr + offsets, mask=inside, other=float("-inf"))
+    sees_nothing = lse == float("-inf")
+    if HAS_DLSE:
+        dlse_offsets = batch_64 * dlse_strides[0] + head * dlse_strides[1] + packed_rows * dlse_strides[2]
+        delta -= tl.load(dlse_ptr + dlse_offsets, mask=inside, other=0.0)
+    delta = tl.where(sees_nothing, 0.0, delta * inverse_keep_scale)
+    tl.store(delta_ptr + offsets, delta, mask=inside)
+    # exp2(score - inf) = 0 keeps such rows out of every gradient.
+    tl.store(lse_log2_ptr + offsets, tl.where(sees_nothing, float("inf"), lse * tiles.LOG2E), mask=inside)
+
+
+@triton.jit
+def _accumulate_dk_dv(
+    dk, dv, k, v, q_ptrs, dout_ptrs, q_stride, dout_stride, lse_log2_ptr, delta_ptr, row_keys_ptr,
+    row_multipliers_ptr, column_keys, cols, dims, tile, shift, seqlen_q, keys_end, window, scale_log2, softcap,
+    slope_log2, dropout_threshold,
+    HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of query rows for a tile of keys: the body of both loops."""
+    row_begin = tile * BLOCK_M
+    rows = row_begin + tl.arange(0, BLOCK_M)
+    q = tiles.load_tile(
+        q_ptrs + row_begin.to(tl.int64) * q_stride, rows, 0, seqlen_q, dims, HEADDIM, BLOCK_D, MASKED
+    )  # [BLOCK_M, BLOCK_D]
+    if MASKED:
+        lse_log2 = tl.load(lse_log2_ptr + rows, mask=rows < seqlen_q, other=float("inf"))
+        delta = tl.load(delta_ptr + rows, mask=rows < seqlen_q, other=0.0)
+    else:
+        lse_log2 = tl.load(lse_log2_ptr + rows)
+        delta = tl.load(delta_ptr + rows)
+    dots = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
+    scores, factor = tiles.transform_scores(
+        dots, rows[None, :], cols[:, None], shift, scale_log2, softcap, slope_log2, HAS_SOFTCAP, HAS_ALIBI, PRECISE
+    )  # fmt: skip
+    probs = tl.exp2(scores - lse_log2[None, :])
+    if MASKED:
+        visible = tiles.is_visible(
+            rows[None, :], cols[:, None], shift, keys_end, window, HAS_LEFT, HAS_RIGHT
+        )
+        probs = tl.where(visible, probs, 0.0)
+    dout = tiles.load_tile(
+        dout_ptrs + row_begin.to(tl.int64) * dout_stride, rows, 0, seqlen_q, dims, HEADDIM, BLOCK_D, MASKED
+    )  # [BLOCK_M, BLOCK_D]
+    dprobs = tl.dot(v, tl.trans(dout), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
+    kept_probs = probs
+    if HAS_DROPOUT:
+        if MASKED:
+            row_keys = tl.load(row_keys_ptr + rows, mask=rows < seqlen_q, other=0)
+            row_multipliers = tl.load(row_multipliers_ptr + rows, mask=rows < seqlen_q, other=0)
+        else:
+            row_keys = tl.load(row_keys_ptr + rows)
+            row_multipliers = tl.load(row_multipliers_ptr + rows)
+        keep = tiles.dropout_keep(
+            row_keys[None, :], row_multipliers[None, :], column_keys[:, None], dropout_threshold
+        )
+        kept_probs = tl.where(keep, probs, 0.0)
+        dprobs = tl.where(keep, dprobs, 0.0)
+    dv = tl.dot(kept_probs.to(dout.dtype), dout, dv, input_precision="ieee")
+    dscores = probs * (dprobs - delta[None, :])
+    if HAS_SOFTCAP:
+        dscores = dscores * factor
+    dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+_LENGTHS = [
+    "lse_strides", "column_strides", "alibi_stride_batch", "num_heads", "seqlen_q", "seqlen_k", "num_tiles",
+    "heads_per_group", "window",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def dk_dv_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, delta_ptr, dk_ptr, dv_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, alibi_ptr,
+    row_keys_ptr, row_multipliers_ptr, column_keys_ptr,
+    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+    lse_strides, column_strides, alibi_stride_batch,
+    nheads, num_heads, seqlen_q, seqlen_k, num_tiles, heads_per_group,
+    window, scale_log2, softmax_scale, softcap, dropout_threshold, keep_scale,
+    HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    IS_VARLEN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N keys of one key head, summed over its GROUP_SIZE query heads.
+
+    Grid: (num_heads * num_tiles,) with num_heads = batch * nheads_k here. The first key tile is the longest.
+    """
+    batch_head, col_tile = tiles.program_order(num_tiles, num_heads, heads_per_group, False)
+    nheads_k = nheads // GROUP_SIZE
+    batch_index = batch_head // nheads_k
+    head_k = batch_head % nheads_k
+    batch_64 = batch_index.to(tl.int64)
+    head_k_64 = head_k.to(tl.int64)
+    first_q, seqlen_q = tiles.sequence_range(cu_seqlens_q_ptr, batch_index, seqlen_q, IS_VARLEN)
+    first_k, seqlen_k = tiles.sequence_range(cu_seqlens_k_ptr, batch_index, seqlen_k, IS_VARLEN)
+    col_begin = col_tile * BLOCK_N
+    if col_begin >= seqlen_k:
+        return
+    keys_end = tiles.num_visible_keys(lengths_k_ptr, batch_index, seqlen_k, HAS_LENGTHS)
+    shift = seqlen_k - seqlen_q
+
+    cols = col_begin + tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    packed_cols = first_k + cols
+    in_tile = tl.arange(0, BLOCK_M).to(tl.int64)
+    k_ptr += batch_64 * k_strides[0] + head_k_64 * k_strides[2]
+    v_ptr += batch_64 * v_strides[0] + head_k_64 * v_strides[2]
+    k = tiles.load_tile(
+        k_ptr + packed_cols[:, None] * k_strides[1] + dims[None, :],
+        cols, 0, keys_end, dims, HEADDIM, BLOCK_D, True,
+    )  # fmt: skip
+    v = tiles.load_tile(
+        v_ptr + packed_cols[:, None] * v_strides[1] + dims[None, :],
+        cols, 0, keys_end, dims, HEADDIM, BLOCK_D, True,
+    )  # fmt: skip
+    first, full_first, full_last, last = tiles.rows_of_keys(
+        col_begin, tl.minimum(col_begin + BLOCK_N, keys_end), shift, seqlen_q, window, BLOCK_M, HAS_LEFT, HAS_RIGHT
+    )  # fmt: skip
+    dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    for member in tl.range(0, GROUP_SIZE):
+        head = head_k * GROUP_SIZE + member
+        head_64 = head.to(tl.int64)
+        q_ptrs = (
+            q_ptr + batch_64 * q_strides[0] + head_64 * q_strides[2] + first_q * q_strides[1]
+            + in_tile[:, None] * q_strides[1] + dims[None, :]
+        )  # fmt: skip
+        dout_ptrs = (
+            dout_ptr + batch_64 * dout_strides[0] + head_64 * dout_strides[2] + first_q * dout_strides[1]
+            + in_tile[:, None] * dout_strides[1] + dims[None, :]
+        )  # fmt: skip
+        row_offset = batch_64 * lse_strides[0] + head_64 * lse_strides[1] + first_q
+        slope_log2 = tiles.load_alibi_slope(alibi_ptr, alibi_stride_batch, batch_index, head, HAS_ALIBI)
+        column_keys = cols
+        row_keys_here = row_keys_ptr
+        row_multipliers_here = row_multipliers_ptr
+        if HAS_DROPOUT:
+            column_offset = batch_64 * column_strides[0] + head_64 * column_strides[1]
+            column_keys = tl.load(
+                column_keys_ptr + column_offset + packed_cols, mask=cols < keys_end, other=0
+            )
+            row_keys_here = row_keys_ptr + row_offset
+            row_multipliers_here = row_multipliers_ptr + row_offset
+        for index in tl.range(0, full_first - first + last - full_last):
+            dk, dv = _accumulate_dk_dv(
+                dk, dv, k, v, q_ptrs, dout_ptrs, q_strides[1], dout_strides[1],
+                lse_log2_ptr + row_offset, delta_ptr + row_offset, row_keys_here, row_multipliers_here, column_keys,
+                cols, dims, tiles.edge_tile(index, first, full_first, full_last), shift, seqlen_q, keys_end,
+                window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_M,
+                HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE, MASKED=True,
+            )  # fmt: skip
+        for tile in tl.range(full_first, full_last):
+            dk, dv = _accumulate_dk_dv(
+                dk, dv, k, v, q_ptrs, dout_ptrs, q_strides[1], dout_strides[1],
+                lse_log2_ptr + row_offset, delta_ptr + row_offset, row_keys_here, row_multipliers_here, column_keys,
+                cols, dims, tile, shift, seqlen_q, keys_end,
+                window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_M,
+                HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE, MASKED=False,
+            )  # fmt: skip
+
+    # Keys behind keys_end are padding: their gradient is zero whatever their rows of the accumulators hold.
+    is_key = (cols < keys_end)[:, None]
+    dk = tl.where(is_key, dk * (softmax_scale * keep_scale), 0.0)
+    dv = tl.where(is_key, dv * keep_scale, 0.0)
+    dk_ptr += batch_64 * dk_strides[0] + head_k_64 * dk_strides[2]
+    dv_ptr += batch_64 * dv_strides[0] + head_k_64 * dv_strides[2]
+    tiles.store_tile(
+        dk_ptr + packed_cols[:, None] * dk_strides[1] + dims[None, :], dk, cols, seqlen_k, dims, HEADDIM, BLOCK_D
+    )  # fmt: skip
+    tiles.store_tile(
+        dv_ptr + packed_cols[:, None] * dv_strides[1] + dims[None, :], dv, cols, seqlen_k, dims, HEADDIM, BLOCK_D
+    )  # fmt: skip
+
+
+@triton.jit
+def _accumulate_dq(
+    dq, q, dout, lse_log2, delta, k_ptrs, v_ptrs, k_stride, v_stride, column_keys_ptr, row_keys, row_multipliers,
+    rows, dims, tile, begin, end, shift, keys_end, window, scale_log2, softcap, slope_log2, dropout_threshold,
+    HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys for a tile of query rows: the body of both loops."""
+    col_begin = tile * BLOCK_N
+    cols = col_begin + tl.arange(0, BLOCK_N)
+    k = tiles.load_tile(
+        k_ptrs + col_begin.to(tl.int64) * k_stride, cols, begin, end, dims, HEADDIM, BLOCK_D, MASKED
+    )  # [BLOCK_N, BLOCK_D]
+    dots = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+    scores, factor = tiles.transform_scores(
+        dots, rows[:, None], cols[None, :], shift, scale_log2, softcap, slope_log2, HAS_SOFTCAP, HAS_ALIBI, PRECISE
+    )  # fmt: skip
+    probs = tl.exp2(scores - lse_log2[:, None])
+    if MASKED:
+        visible = tiles.is_visible(
+            rows[:, None], cols[None, :], shift, keys_end, window, HAS_LEFT, HAS_RIGHT
+        )
+        probs = tl.where(visible, probs, 0.0)
+    v = tiles.load_tile(
+        v_ptrs + col_begin.to(tl.int64) * v_stride, cols, begin, end, dims, HEADDIM, BLOCK_D, MASKED
+    )  # [BLOCK_N, BLOCK_D]
+    dprobs = tl.dot(dout, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+    if HAS_DROPOUT:
+        if MASKED:
+            column_keys = tl.load(column_keys_ptr + cols, mask=cols < keys_end, other=0)
+        else:
+            column_keys = tl.load(column_keys_ptr + cols)
+        keep = tiles.dropout_keep(
+            row_keys[:, None], row_multipliers[:, None], column_keys[None, :], dropout_threshold
+        )
+        dprobs = tl.where(keep, dprobs, 0.0)
+    dscores = probs * (dprobs - delta[:, None])
+    if HAS_SOFTCAP:
+        dscores = dscores * factor
+    return tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, delta_ptr, dq_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, alibi_ptr,
+    row_keys_ptr, row_multipliers_ptr, column_keys_ptr,
+    q_strides, k_strides, v_strides, dout_strides, dq_strides, lse_strides, column_strides, alibi_stride_batch,
+    nheads, group_size, num_heads, seqlen_q, seqlen_k, num_tiles, heads_per_group,
+    window, scale_log2, softmax_scale, softcap, dropout_threshold, keep_scale,
+    HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_VARLEN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M query rows of one head. Grid: (num_heads * num_tiles,), num_heads = batch * nheads."""
+    batch_head, row_tile = tiles.program_order(num_tiles, num_heads, heads_per_group, HAS_RIGHT)
+    batch_index = batch_head // nheads
+    head = batch_head % nheads
+    batch_64 = batch_index.to(tl.int64)
+    head_64 = head.to(tl.int64)
+    head_k = (head // group_size).to(tl.int64)
+    first_q, seqlen_q = tiles.sequence_range(cu_seqlens_q_ptr, batch_index, seqlen_q, IS_VARLEN)
+    first_k, seqlen_k = tiles.sequence_range(cu_seqlens_k_ptr, batch_index, seqlen_k, IS_VARLEN)
+    row_begin = row_tile * BLOCK_M
+    if row_begin >= seqlen_q:
+        return
+    keys_end = tiles.num_visible_keys(lengths_k_ptr, batch_index, seqlen_k, HAS_LENGTHS)
+    shift = seqlen_k - seqlen_q
+
+    rows = row_begin + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    packed_rows = first_q + rows
+    in_tile = tl.arange(0, BLOCK_N).to(tl.int64)
+    q_ptr += batch_64 * q_strides[0] + head_64 * q_strides[2]
+    dout_ptr += batch_64 * dout_strides[0] + head_64 * dout_strides[2]
+    dq_ptr += batch_64 * dq_strides[0] + head_64 * dq_strides[2]
+    k_ptr += batch_64 * k_strides[0] + head_k * k_strides[2] + first_k * k_strides[1]
+    v_ptr += batch_64 * v_strides[0] + head_k * v_strides[2] + first_k * v_strides[1]
+    k_ptrs = k_ptr + in_tile[:, None] * k_strides[1] + dims[None, :]
+    v_ptrs = v_ptr + in_tile[:, None] * v_strides[1] + dims[None, :]
+    q = tiles.load_tile(
+        q_ptr + packed_rows[:, None] * q_strides[1] + dims[None, :],
+        rows, 0, seqlen_q, dims, HEADDIM, BLOCK_D, True,
+    )  # fmt: skip
+    dout = tiles.load_tile(
+        dout_ptr + packed_rows[:, None] * dout_strides[1] + dims[None, :],
+        rows, 0, seqlen_q, dims, HEADDIM, BLOCK_D, True,
+    )  # fmt: skip
+    row_offsets = batch_64 * lse_strides[0] + head_64 * lse_strides[1] + packed_rows
+    lse_log2 = tl.load(lse_log2_ptr + row_offsets, mask=rows < seqlen_q, other=float("inf"))
+    delta = tl.load(delta_ptr + row_offsets, mask=rows < seqlen_q, other=0.0)
+    slope_log2 = tiles.load_alibi_slope(alibi_ptr, alibi_stride_batch, batch_index, head, HAS_ALIBI)
+    row_keys = rows
+    row_multipliers = rows
+    if HAS_DROPOUT:
+        row_keys = tl.load(row_keys_ptr + row_offsets, mask=rows < seqlen_q, other=0)
+        row_multipliers = tl.load(row_multipliers_ptr + row_offsets, mask=rows < seqlen_q, other=0)
+        column_keys_ptr += batch_64 * column_strides[0] + head_64 * column_strides[1] + first_k
+
+    dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    begin, end, first, full_first, full_last, last = tiles.keys_of_rows(
+        row_begin, tl.minimum(row_begin + BLOCK_M, seqlen_q), shift, keys_end, window, BLOCK_N, HAS_LEFT, HAS_RIGHT
+    )  # fmt: skip
+    for index in tl.range(0, full_first - first + last - full_last):
+        dq = _accumulate_dq(
+            dq, q, dout, lse_log2, delta, k_ptrs, v_ptrs, k_strides[1], v_strides[1],
+            column_keys_ptr, row_keys, row_multipliers, rows, dims,
+            tiles.edge_tile(index, first, full_first, full_last), begin, end, shift, keys_end, window,
+            scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N, HAS_LEFT, HAS_RIGHT,
+            HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE, MASKED=True,
+        )  # fmt: skip
+    for tile in tl.range(full_first, full_last):
+        dq = _accumulate_dq(
+            dq, q, dout, lse_log2, delta, k_ptrs, v_ptrs, k_strides[1], v_strides[1],
+            column_keys_ptr, row_keys, row_multipliers, rows, dims,
+            tile, begin, end, shift, keys_end, window,
+            scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N, HAS_LEFT, HAS_RIGHT,
+            HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE, MASKED=False,
+        )  # fmt: skip
+    dq = dq * (softmax_scale * keep_scale)
+    tiles.store_tile(
+        dq_ptr + packed_rows[:, None] * dq_strides[1] + dims[None, :], dq, rows, seqlen_q, dims, HEADDIM, BLOCK_D
+    )  # fmt: skip
+
+
+def compute_delta(problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """(delta, lse_log2) of delta_kernel, both float32 in the shape of lse."""
+    p = problem
+    delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
+    num_tiles = triton.cdiv(p.seqlen_q, _DELTA_ROWS)
+    if dlse is None:
+        dlse_strides = (0, 0, 0)
+    elif p.is_varlen:
+        dlse_strides = (0, dlse.stride(0), dlse.stride(1))
+    else:
+        dlse_strides = tuple(dlse.stride())
+    flags = p.flags()
+    delta_kernel[(p.batch * p.nheads * num_tiles,)](
+        out, dout, lse, dlse, delta, lse_log2, p.cu_seqlens_q,
+        p.strides(out), p.strides(dout), p.lse_strides, dlse_strides,
+        p.nheads, p.seqlen_q, num_tiles, 1.0 / p.keep_scale,
+        HEADDIM=flags["HEADDIM"], BLOCK_D=flags["BLOCK_D"], BLOCK_M=_DELTA_ROWS,
+        IS_VARLEN=p.is_varlen, HAS_DLSE=dlse is not None,
+    )  # fmt: skip
+    return delta, lse_log2
+
+
+def launch_dk_dv(problem: Problem, dout, lse_log2, delta, keys, dk, dv, tile: Tile | None = None) -> None:
+    """Fill dk and dv. `tile` overrides the table of tile_choice.py."""
+    p = problem
+    tile = tile or choose_tile("dk_dv", p)
+    num_tiles = triton.cdiv(p.seqlen_k, tile.block_n)
+    num_heads = p.batch * p.nheads_k
+    dk_dv_kernel[(num_heads * num_tiles,)](
+        p.q, p.k, p.v, dout, lse_log2, delta, dk, dv, *p.index_tensors(), *keys.tensors,
+        p.strides(p.q), p.strides(p.k), p.strides(p.v), p.strides(dout), p.strides(dk), p.strides(dv),
+        p.lse_strides, keys.column_strides, p.alibi_stride_batch,
+        p.nheads, num_heads, p.seqlen_q, p.seqlen_k, num_tiles, max(1, heads_per_group(p) // p.group_size),
+        p.window, p.scale_log2, p.softmax_scale, p.softcap, p.dropout_threshold, p.keep_scale,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, GROUP_SIZE=p.group_size, **p.flags(),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+def launch_dq(problem: Problem, dout, lse_log2, delta, keys, dq, tile: Tile | None = None) -> None:
+    """Fill dq. `tile` overrides the table of tile_choice.py."""
+    p = problem
+    tile = tile or choose_tile("dq", p)
+    num_tiles = triton.cdiv(p.seqlen_q, tile.block_m)
+    num_heads = p.batch * p.nheads
+    dq_kernel[(num_heads * num_tiles,)](
+        p.q, p.k, p.v, dout, lse_log2, delta, dq, *p.index_tensors(), *keys.tensors,
+        p.strides(p.q), p.strides(p.k), p.strides(p.v), p.strides(dout), p.strides(dq),
+        p.lse_strides, keys.column_strides, p.alibi_stride_batch,
+        p.nheads, p.group_size, num_heads, p.seqlen_q, p.seqlen_k, num_tiles, heads_per_group(p),
+        p.window, p.scale_log2, p.softmax_scale, p.softcap, p.dropout_threshold, p.keep_scale,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **p.flags(),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+def attention_backward(
+    problem: Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    dk_dv_tile: Tile | None = None,
+    dq_tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the shapes and dtype of q, k, v, contiguous.
+
+    dout may have any strides (a copy is made only where its last one is not 1), dlse any strides or None.
+    """
+    p = problem
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    dq = torch.empty(p.q.shape, dtype=p.q.dtype, device=p.q.device)
+    dk = torch.empty(p.k.shape, dtype=p.k.dtype, device=p.q.device)
+    dv = torch.empty(p.v.shape, dtype=p.v.dtype, device=p.q.device)
+    if dq.numel() == 0:
+        return dq, dk.zero_(), dv.zero_()
+    with p.device_guard():
+        keys = dropout_keys(p)
+        delta, lse_log2 = compute_delta(p, dout, dlse, out, lse)
+        if dk.numel() > 0:
+            launch_dk_dv(p, dout, lse_log2, delta, keys, dk, dv, dk_dv_tile)
+        launch_dq(p, dout, lse_log2, delta, keys, dq, dq_tile)
+    return dq, dk, dv

@@ -1,0 +1,117 @@
+"""Input factories and the error budget, for tests/ and scripts/.
+
+Budget: at most twice the error that plain PyTorch makes in the same dtype, both against float64, plus two units in
+the last place of the largest value (so that an exact zero of one does not condemn the other).
+"""
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from . import attention, reference
+
+
+def make_qkv(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    nheads: int,
+    headdim: int,
+    *,
+    nheads_k: int | None = None,
+    dtype: torch.dtype = torch.float16,
+    device: str = "cpu",
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normal q (batch, seqlen_q, nheads, headdim) and k, v (batch, seqlen_k, nheads_k, headdim), requiring grad."""
+    generator = torch.Generator(device).manual_seed(seed)
+    shapes = [(batch, seqlen_q, nheads, headdim)] + [
+        (batch, seqlen_k, nheads_k or nheads, headdim)
+    ] * 2
+    return tuple(
+        torch.randn(shape, generator=generator, device=device).to(dtype).requires_grad_()
+        for shape in shapes
+    )
+
+
+def make_cu_seqlens(lengths: list[int], device: str = "cpu") -> Tensor:
+    """int32 (len(lengths) + 1,)."""
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+
+
+@contextlib.contextmanager
+def nan_memory():
+    """Outputs start as NaN: what a kernel forgets to write shows."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poisoned(make):
+        def fill(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan") if tensor.is_floating_point() else -(2**30))
+
+        return fill
+
+    torch.empty, torch.empty_like = poisoned(empty), poisoned(empty_like)
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like = empty, empty_like
+
+
+def _run(function, tensors, dtype, dout, dlse, options):
+    """out, lse, dq, dk, dv of a public function on copies of the tensors in `dtype`."""
+    leaves = [_like(t, t.detach().to(dtype)).requires_grad_() for t in tensors]
+    out, lse = function(*leaves, return_lse=True, **options)
+    loss = (out * dout.to(dtype)).sum() if dlse is None else None
+    if loss is None:
+        # Rows that see no key have lse = -inf, which no sum survives.
+        loss = (out * dout.to(dtype)).sum() + (lse.masked_fill(lse.isinf(), 0.0) * dlse.to(lse.dtype)).sum()
+    gradients = torch.autograd.grad(loss, leaves)
+    return [out.detach(), lse.detach(), *gradients]
+
+
+def _like(original: Tensor, values: Tensor) -> Tensor:
+    """`values` with the strides of `original`."""
+    return torch.empty_strided(original.shape, original.stride(), dtype=values.dtype, device=values.device).copy_(values)
+
+
+def assert_matches_reference(
+    name: str, qkv: tuple[Tensor, Tensor, Tensor], *, lse_gradient: bool = False, seed: int = 1, **options
+) -> None:
+    """Compare output, LSE and gradients of flash_kernels.NAME with reference.NAME under the error budget.
+
+    `options` go to both. With dropout give dropout_seed. lse_gradient adds a gradient of the LSE.
+    """
+    q = qkv[0]
+    function, oracle = getattr(attention, name), getattr(reference, name)
+    generator = torch.Generator(q.device.type).manual_seed(seed)
+    dout = torch.randn(q.shape, generator=generator, device=q.device).to(q.dtype)
+    lse_shape = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+    dlse = torch.randn(lse_shape, generator=generator, device=q.device) if lse_gradient else None
+    with nan_memory():
+        ours = _run(function, qkv, q.dtype, dout, dlse, options)
+    plain = _run(oracle, qkv, q.dtype, dout, dlse, options)
+    truth = _run(oracle, qkv, torch.float64, dout, dlse, options)
+    largest = max([1.0] + [t[t.isfinite()].abs().max().item() for t in truth if t.isfinite().any()])
+    for label, ours_i, plain_i, truth_i in zip(
+        ("out", "lse", "dq", "dk", "dv"), ours, plain, truth, strict=True
+    ):
+        check_budget(label, ours_i, plain_i, truth_i, 2 * torch.finfo(ours_i.dtype).eps * largest)
+
+
+def check_budget(label: str, ours: Tensor, plain: Tensor, truth: Tensor, slack: float) -> None:
+    """Raise AssertionError unless max|ours - truth| <= 2 max|plain - truth| + slack; infinities must coincide."""
+    if ours.shape != truth.shape:
+        raise AssertionError(f"{label}: shape {tuple(ours.shape)}, expected {tuple(truth.shape)}")
+    if ours.isnan().any():
+        raise AssertionError(f"{label}: {int(ours.isnan().sum())} of {ours.numel()} values are NaN")
+    finite = truth.isfinite()
+    if not torch.equal(ours.isfinite(), finite):
+        raise AssertionError(f"{label}: infinite in other places than the reference")
+    if not finite.any():
+        return
+    error = (ours.double() - truth)[finite].abs().max().item()
+    budget = 2 * (plain.double() - truth)[finite].abs().max().item() + slack
+    if not error <= budget:
+        raise AssertionError(f"{label}: error {error:.3e} against float64, budget {budget:.3e}")
