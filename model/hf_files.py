@@ -6,6 +6,7 @@ Nothing here knows an architecture; hf.py maps names and shapes.
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 
 import safetensors
@@ -21,13 +22,15 @@ _WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def find_model(source: str | os.PathLike) -> Path:
     """The folder of a model: `source` itself, or a hub id downloaded to the hub's cache.
 
     Raises:
-        FileNotFoundError: the folder or the hub's repository has no config.json or no weights.
+        FileNotFoundError: there is no such folder, or it (or the hub's repository) has no
+            config.json or no weights.
         ConnectionError: `source` is no folder, and the hub is out of reach or does not know it.
     """
     folder = Path(source)
@@ -38,6 +41,10 @@ def find_model(source: str | os.PathLike) -> Path:
         if missing:
             raise FileNotFoundError(f"{folder} must hold {' and '.join(missing)}")
         return folder
+    if not _HUB_ID.fullmatch(os.fspath(source)):
+        raise FileNotFoundError(
+            f"no model folder at {source}; pass a folder or owner/name of the hub"
+        )
     return _download(os.fspath(source))
 
 
@@ -69,7 +76,7 @@ def _download(model_id: str) -> Path:
 
 
 def _unreachable(model_id: str, error: Exception) -> ConnectionError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
     return ConnectionError(
         f"{model_id!r} must be a local folder or a model of the Hugging Face hub; it is no folder, "
         f"and the hub gave: {reason}. Check the name, or download the model where there is a "

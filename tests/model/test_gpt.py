@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from model.attention import sdpa_attention
+from model.attention import KVCache, sdpa_attention
 from model.gpt import GPT
 from model.loss import next_token_loss
 
@@ -100,6 +100,20 @@ def test_each_dropout_acts_in_training_only(where):
     plain = make_gpt(**off)(ids)
     assert not torch.allclose(model.train()(ids), plain)
     torch.testing.assert_close(model.eval()(ids), plain)
+
+
+@pytest.mark.parametrize("inverse_layer_scale", [False, True])
+def test_attention_is_a_choice_that_changes_nothing(inverse_layer_scale):
+    reference = pytest.importorskip("flash_kernels.reference").flash_attention
+    ids, outs = make_ids(), []
+    for attention in (sdpa_attention, reference):
+        model = make_gpt(attention=attention, inverse_layer_scale=inverse_layer_scale).eval()
+        cache = KVCache(16)
+        with torch.no_grad():
+            outs.append(model(ids))
+            outs.append(torch.cat([model(p, kv_cache=cache) for p in ids.split([9, 1, 6], 1)], 1))
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0])
 
 
 def test_hidden_then_logits_is_forward():

@@ -298,6 +298,8 @@ def test_hub_model_is_downloaded_safetensors_first(monkeypatch, tmp_path):
 def test_incomplete_folders_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="must hold config.json and model.safetensors or"):
         find_model(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no model folder at .*/absent; pass"):
+        load_gpt2(tmp_path / "absent")
     with pytest.raises(FileNotFoundError, match="save_weights"):
         load_gpt2(tmp_path / "none.safetensors")
     export_gpt2(make_gpt(), tmp_path)
