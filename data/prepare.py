@@ -1,8 +1,7 @@
 """Turn a source into a finished token store: parallel, resumable, the same whatever the workers.
 
-Work is committed in parts: a training shard and the held-out documents met meanwhile. A part counts
-once progress.json lists it; a killed run starts again after the last such part. The manifest comes
-last, so that an unfinished folder can never be taken for a finished one.
+Work is committed in parts (see data.store_parts), and a killed run starts again after the last one.
+The manifest comes last, so that an unfinished folder can never be taken for a finished one.
 """
 
 from __future__ import annotations
@@ -14,24 +13,21 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import filelock
-import numpy as np
 import rich.progress
 
 from data.parallel_encode import EncodedBatch, encode_in_order
 from data.sources import Source
+from data.store_parts import SMALL_VAL_FRACTION, StoreParts, count_tokens, finish_splits
 from data.token_store import (
     FORMAT_VERSION,
-    ShardWriter,
+    MANIFEST_NAME,
     TokenStore,
     is_finished,
-    sha256_file,
     token_dtype,
     write_atomically,
     write_manifest,
@@ -41,12 +37,9 @@ from data.tokenizer import Tokenizer
 PAPER_VAL_FRACTION = 0.0005  # what the paper's code holds out of OpenWebText, with this seed
 SPLIT_SEED = 2357
 SHARD_TOKENS = 100_000_000
-_SMALL_VAL_FRACTION = 0.05
 _USEFUL_VAL_TOKENS = 500_000
 _BYTES_PER_TOKEN = 4.0  # English under GPT-2's BPE has 4.3, C code 2.2
 _PARALLEL_FROM_BYTES = 32 << 20  # below this, starting processes takes longer than the work
-_PROGRESS_NAME = "progress.json"
-_OUR_FILES = re.compile(r"progress\.json|(train|val)[-.].*\.bin(\.tmp)?|.*\.json\.tmp|val\.bin")
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +134,7 @@ def prepare(
 
 def _run(plan: _Plan, key: str, folder: Path, workers: int | None, progress: bool) -> None:
     tokenizer = plan.tokenizer
-    parts = _Parts(folder, key, tokenizer.vocab_size)
+    parts = StoreParts(folder, key, tokenizer.vocab_size)
     num_bytes = plan.source.estimated_bytes()
     _check_disk(folder, num_bytes, parts, tokenizer)
     if workers is None:
@@ -158,8 +151,9 @@ def _run(plan: _Plan, key: str, folder: Path, workers: int | None, progress: boo
             workers=workers,
             skip_documents=parts.num_documents,
         )
-        with contextlib.closing(batches):
-            for batch in _show(batches, num_bytes, parts, progress):
+        shown = _show(batches, num_bytes, parts, progress)
+        with contextlib.closing(batches), contextlib.closing(shown):
+            for batch in shown:
                 parts.add(batch, threshold, plan.shard_tokens)
         parts.commit()
     finally:
@@ -168,19 +162,19 @@ def _run(plan: _Plan, key: str, folder: Path, workers: int | None, progress: boo
     for line in report.warnings():
         logger.warning("%s: %s", plan.source.name, line)
     if not parts.num_documents:
-        shutil.rmtree(folder)
+        parts.remove_leftovers(keep=set())
         raise ValueError(
             f"source {plan.source.name!r} must hold text, got none ({report.empty_documents} empty "
             f"documents, {report.malformed_lines} malformed lines): check the path and text_field"
         )
-    splits = _finish_splits(folder, parts, fraction, tokenizer.vocab_size)
+    splits = finish_splits(folder, parts, fraction, tokenizer.vocab_size)
     files = {
         name: entry
         for shards in splits.values()
         for s in shards
         for name, entry in s["files"].items()
     }
-    counts = _count_tokens(folder, splits["train"], tokenizer.vocab_size)
+    counts = count_tokens(folder, splits["train"], tokenizer.vocab_size)
     files["train.counts.bin"] = write_atomically(folder / "train.counts.bin", counts.tobytes())
     write_manifest(
         folder,
@@ -204,191 +198,19 @@ def _run(plan: _Plan, key: str, folder: Path, workers: int | None, progress: boo
             "files": files,
         },
     )
-    for path in folder.iterdir():
-        if path.name != "manifest.json" and path.name not in files:
-            path.unlink()
-
-
-class _Parts:
-    """The committed parts of an unfinished store, and the one being written."""
-
-    def __init__(self, folder: Path, key: str, vocab_size: int) -> None:
-        self._folder = folder
-        self._key = key
-        self._vocab_size = vocab_size
-        self._writers: dict[str, ShardWriter] = {}
-        self._open_documents = 0
-        self._split = "train"
-        self.committed: list[dict[str, Any]] = self._recover()
-
-    @property
-    def num_documents(self) -> int:
-        return sum(part["num_documents"] for part in self.committed) + self._open_documents
-
-    def num_tokens(self) -> int:
-        done = [
-            part[s]["num_tokens"] for part in self.committed for s in ("train", "val") if part[s]
-        ]
-        return sum(done) + sum(writer.num_tokens for writer in self._writers.values())
-
-    def shards(self, split: str) -> list[dict[str, Any]]:
-        return [part[split] for part in self.committed if part[split]]
-
-    def add(self, batch: EncodedBatch, threshold: int, shard_tokens: int) -> None:
-        start = 0
-        for i, end in enumerate(batch.ends.tolist()):
-            if batch.is_first[i]:
-                self._split = "val" if int(batch.draws[i]) < threshold else "train"
-            if self._split not in self._writers:
-                stem = self._stem(self._split)
-                self._writers[self._split] = ShardWriter(self._folder, stem, self._vocab_size)
-            writer = self._writers[self._split]
-            writer.append(batch.ids[start:end])
-            start = end
-            if batch.is_last[i]:
-                writer.end_document()
-                self._open_documents += 1
-                if self._split == "train" and writer.num_tokens >= shard_tokens:
-                    self.commit()
-
-    def commit(self) -> None:
-        """Make everything so far durable, then list it."""
-        if not self._open_documents:
-            return
-        part: dict[str, Any] = {"num_documents": self._open_documents, "train": None, "val": None}
-        for split, writer in list(self._writers.items()):
-            part[split] = {"stem": self._stem(split), **writer.commit()}
-            del self._writers[split]
-        self.committed.append(part)
-        self._open_documents = 0
-        self._write_progress(self.committed)
-
-    def abandon(self) -> None:
-        for writer in self._writers.values():
-            writer.abandon()
-        self._writers = {}
-
-    def _stem(self, split: str) -> str:
-        return f"{split}-{len(self.committed):05d}"
-
-    def _write_progress(self, parts: list[dict[str, Any]]) -> None:
-        progress = {"key": self._key, "parts": parts}
-        write_atomically(self._folder / _PROGRESS_NAME, json.dumps(progress).encode())
-
-    def _recover(self) -> list[dict[str, Any]]:
-        """The parts that an earlier run committed and whose files are still as it wrote them."""
-        self._folder.mkdir(exist_ok=True)
-        foreign = [p.name for p in self._folder.iterdir() if not _OUR_FILES.fullmatch(p.name)]
-        if foreign:
-            raise ValueError(
-                f"{self._folder} must be new, empty or an unfinished store, got files such as "
-                f"{min(foreign)!r}: choose another folder"
-            )
-        path = self._folder / _PROGRESS_NAME
-        progress = (
-            json.loads(path.read_bytes()) if path.exists() else {"key": self._key, "parts": []}
-        )
-        if progress["key"] != self._key:
-            raise ValueError(
-                f"{self._folder} must be new or hold the same data, got an unfinished store "
-                "of other settings or of a source that changed since: choose another or delete it"
-            )
-        intact = []
-        for part in progress["parts"]:
-            if not all(self._is_intact(part[split]) for split in ("train", "val") if part[split]):
-                logger.warning("%s: part %d is damaged and redone", self._folder, len(intact))
-                break
-            intact.append(part)
-        self._write_progress(intact)
-        for temporary in self._folder.glob("*.tmp"):
-            temporary.unlink()
-        if intact:
-            logger.info("%s: continuing after %d finished parts", self._folder, len(intact))
-        return intact
-
-    def _is_intact(self, shard: dict[str, Any]) -> bool:
-        paths = {self._folder / name: entry["sha256"] for name, entry in shard["files"].items()}
-        return all(path.is_file() and sha256_file(path) == sha for path, sha in paths.items())
-
-
-def _finish_splits(
-    folder: Path, parts: _Parts, fraction: float, vocab_size: int
-) -> dict[str, list[dict[str, Any]]]:
-    """Join the held-out pieces into val.bin; take the end of the last shard if there are none."""
-    train, pieces = parts.shards("train"), parts.shards("val")
-    if not train:
-        raise ValueError(
-            f"the training split must hold a document, but val_fraction={fraction} held out all "
-            f"{parts.num_documents}: lower it"
-        )
-    if not pieces and fraction > 0:
-        train[-1], tail = _hold_out_tail(folder, train[-1], fraction, vocab_size)
-        return {"train": train, "val": [tail]}
-    if not pieces:
-        return {"train": train, "val": []}
-    writer = ShardWriter(folder, "val", vocab_size)
-    try:
-        for piece in pieces:
-            ids, ends = _read_shard(folder, piece, vocab_size)
-            _copy_documents(writer, ids, ends)
-        return {"train": train, "val": [{"stem": "val", **writer.commit()}]}
-    finally:
-        writer.abandon()
-
-
-def _hold_out_tail(
-    folder: Path, shard: dict[str, Any], fraction: float, vocab_size: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Cut the last tokens off a training shard, inside a document if need be."""
-    ids, ends = _read_shard(folder, shard, vocab_size)
-    if len(ids) < 2:
-        raise ValueError(f"the source must hold at least 2 tokens to hold one out, got {len(ids)}")
-    cut = len(ids) - max(1, round(len(ids) * max(fraction, _SMALL_VAL_FRACTION)))
-    cut = max(cut, 1)
-    stems = {"val": (ids[cut:], ends[ends > cut] - cut)}
-    stems[shard["stem"]] = (ids[:cut], np.append(ends[ends < cut], cut))
-    entries = []
-    for stem, (kept, kept_ends) in stems.items():
-        writer = ShardWriter(folder, stem, vocab_size)
-        try:
-            _copy_documents(writer, kept, kept_ends)
-            entries.append({"stem": stem, **writer.commit()})
-        finally:
-            writer.abandon()
-    return entries[1], entries[0]
-
-
-def _read_shard(folder: Path, shard: dict[str, Any], vocab_size: int) -> tuple[Any, np.ndarray]:
-    """Mapped ids, and where each document ends."""
-    ids = np.memmap(folder / f"{shard['stem']}.bin", dtype=token_dtype(vocab_size), mode="r")
-    return ids, np.fromfile(folder / f"{shard['stem']}.offsets.bin", dtype="<i8")[1:]
-
-
-def _copy_documents(writer: ShardWriter, ids: np.ndarray, ends: np.ndarray) -> None:
-    start = 0
-    for end in ends.tolist():
-        writer.append(ids[start:end])
-        writer.end_document()
-        start = end
-
-
-def _count_tokens(folder: Path, shards: list[dict[str, Any]], vocab_size: int) -> np.ndarray:
-    counts = np.zeros(vocab_size, dtype="<i8")
-    for shard in shards:
-        ids, _ = _read_shard(folder, shard, vocab_size)
-        for start in range(0, len(ids), 1 << 24):
-            counts += np.bincount(ids[start : start + (1 << 24)], minlength=vocab_size)
-    return counts
+    parts.remove_leftovers(keep={MANIFEST_NAME, *files})
 
 
 def _default_val_fraction(num_bytes: int | None) -> float:
     if not num_bytes:
         return PAPER_VAL_FRACTION
     useful = _USEFUL_VAL_TOKENS / (num_bytes / _BYTES_PER_TOKEN)
-    return max(PAPER_VAL_FRACTION, min(_SMALL_VAL_FRACTION, useful))
+    return max(PAPER_VAL_FRACTION, min(SMALL_VAL_FRACTION, useful))
 
 
-def _check_disk(folder: Path, num_bytes: int | None, parts: _Parts, tokenizer: Tokenizer) -> None:
+def _check_disk(
+    folder: Path, num_bytes: int | None, parts: StoreParts, tokenizer: Tokenizer
+) -> None:
     if num_bytes is None:
         return
     itemsize = token_dtype(tokenizer.vocab_size).itemsize
@@ -398,9 +220,8 @@ def _check_disk(folder: Path, num_bytes: int | None, parts: _Parts, tokenizer: T
     size = f"{needed / 2**30:.2f} GiB"
     if needed > free:
         raise OSError(
-            errno.ENOSPC,
             f"preparing {folder} takes about {size} of disk, got {free / 2**30:.2f} GiB free: "
-            "free some space or choose a folder on another disk",
+            "free some space or choose a folder on another disk"
         )
     logger.info("preparing %s: about %s of disk (%.1f GiB free)", folder, size, free / 2**30)
 
@@ -410,7 +231,7 @@ def _clear_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or "preparing" in str(error):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise OSError(
             error.errno,
@@ -435,7 +256,7 @@ def _exclusive(folder: Path) -> Iterator[None]:
 
 
 def _show(
-    batches: Iterator[EncodedBatch], num_bytes: int | None, parts: _Parts, progress: bool
+    batches: Iterator[EncodedBatch], num_bytes: int | None, parts: StoreParts, progress: bool
 ) -> Iterator[EncodedBatch]:
     """Pass batches through, with a progress bar over their text."""
     columns = (

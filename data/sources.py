@@ -129,7 +129,7 @@ class FileSource:
         if not root.exists():
             raise FileNotFoundError(
                 f"source must be an existing file or folder, got {str(path)!r}: correct the path, "
-                'or use "embedded" or "hf:OWNER/NAME"'
+                'or use "embedded", "hf:OWNER/NAME" or the folder of a prepared store'
             )
         self.report = Report()
         self.name = _short_name(root.resolve().name)
