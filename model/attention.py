@@ -3,10 +3,10 @@
 An attention function has the signature of flash_kernels.flash_attention: q (batch, seqlen_q,
 nheads, headdim), k and v (batch, seqlen_k, nheads_k, headdim), options by keyword. The choices:
 
-    auto_attention                           flash on CUDA tensors, sdpa elsewhere (the default)
-    flash_kernels.flash_attention            our kernels, GPU only
-    sdpa_attention                           torch.nn.functional.scaled_dot_product_attention
-    flash_kernels.reference.flash_attention  every option, score matrix stored: slow and exact
+    auto_attention                 flash on CUDA tensors, sdpa elsewhere (the default)
+    flash_kernels.flash_attention  our kernels, GPU only
+    sdpa_attention                 torch.nn.functional.scaled_dot_product_attention
+    reference_attention            the kernels' oracle: every option, stored score matrix, slow
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def sdpa_attention(
         if is_set:
             raise NotImplementedError(
                 f"sdpa_attention does not serve {option}; use flash_kernels.flash_attention on a "
-                "GPU or flash_kernels.reference.flash_attention anywhere"
+                "GPU or model.attention.reference_attention anywhere"
             )
     if deterministic and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
         raise NotImplementedError(
@@ -111,6 +111,27 @@ def auto_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
 
         return flash_attention(q, k, v, **options)
     return sdpa_attention(q, k, v, **options)
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    **options,
+) -> Tensor:
+    """flash_kernels.reference.flash_attention, any device; same arguments.
+
+    Where no dropout_seed is given it is drawn as flash_attention draws it, from torch's global
+    generator of the device: under one seed of torch both drop the same probabilities.
+    """
+    from flash_kernels.reference import flash_attention
+
+    if dropout_p > 0.0 and dropout_seed is None:
+        dropout_seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+    return flash_attention(q, k, v, dropout_p=dropout_p, dropout_seed=dropout_seed, **options)
 
 
 class KVCache:

@@ -51,7 +51,7 @@ def generate(
     tokens = input_ids.new_empty(batch, seqlen + max_new_tokens)
     tokens[:, :seqlen] = input_ids
     finished = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
-    cache = KVCache(model.max_seqlen) if use_cache else None
+    cache = KVCache(min(model.max_seqlen, tokens.shape[1])) if use_cache else None
     cached_start = 0
     was_training = model.training
     model.eval()

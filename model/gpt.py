@@ -33,8 +33,8 @@ class GPT(nn.Module):
             rows start at zero, receive no gradient, and are sliced off the logits.
 
     Raises:
-        ValueError: a size is not positive, dim is no multiple of nheads, a dropout is outside
-            [0, 1).
+        ValueError: a size is no positive integer, dim is no multiple of nheads, a dropout is
+            outside [0, 1).
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class GPT(nn.Module):
             "attn_dropout": attn_dropout,
         }
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
         for name, dropout in dropouts.items():
-            if not 0.0 <= dropout < 1.0:
-                raise ValueError(f"{name} must be in [0, 1), got {dropout}")
+            if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
+                raise ValueError(f"{name} must be a number in [0, 1), got {dropout!r}")
         if dim % nheads != 0:
             raise ValueError(f"dim ({dim}) must be a multiple of nheads ({nheads})")
         #: Constructor arguments but attention, as plain values: GPT(**config) is the same shape.

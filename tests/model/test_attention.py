@@ -1,9 +1,19 @@
 import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from model.attention import KVCache, SelfAttention, auto_attention, sdpa_attention
+from model.attention import (
+    KVCache,
+    SelfAttention,
+    auto_attention,
+    reference_attention,
+    sdpa_attention,
+)
 
 
 def naive_attention(q, k, v, *, causal, softmax_scale=None):
@@ -64,7 +74,7 @@ def test_sdpa_attention_gradient_is_finite_where_rows_see_no_key():
 )
 def test_sdpa_attention_refuses_what_it_does_not_serve(options):
     q = torch.randn(1, 3, 2, 4)
-    with pytest.raises(NotImplementedError, match=f"{next(iter(options))}.*flash_kernels"):
+    with pytest.raises(NotImplementedError, match=f"{next(iter(options))}.*reference_attention"):
         sdpa_attention(q, q, q, **options)
 
 
@@ -77,6 +87,31 @@ def test_sdpa_attention_refuses_uneven_heads():
 def test_auto_attention_is_sdpa_on_cpu():
     q, k, v = torch.randn(3, 1, 5, 2, 4).unbind(0)
     assert torch.equal(auto_attention(q, k, v, causal=True), sdpa_attention(q, k, v, causal=True))
+
+
+def test_auto_attention_is_flash_on_cuda(monkeypatch):
+    flash_kernels = pytest.importorskip("flash_kernels")
+    monkeypatch.setattr(flash_kernels, "flash_attention", lambda *qkv, **options: (qkv, options))
+    q = SimpleNamespace(is_cuda=True)
+    assert auto_attention(q, 1, 2, causal=True) == ((q, 1, 2), {"causal": True})
+
+
+def test_models_import_where_triton_is_absent():
+    code = "import sys; sys.modules['triton'] = None; import model.hf, model.generation"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_reference_attention_draws_a_seed_where_none_is_given():
+    q, k, v = torch.randn(3, 1, 5, 2, 4).unbind(0)
+    plain = reference_attention(q, k, v, causal=True)
+    torch.testing.assert_close(plain, sdpa_attention(q, k, v, causal=True))
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(reference_attention(q, k, v, dropout_p=0.5))
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+    fixed = [reference_attention(q, k, v, dropout_p=0.5, dropout_seed=3) for _ in range(2)]
+    assert torch.equal(*fixed)
 
 
 def test_self_attention_passes_views_and_its_options():

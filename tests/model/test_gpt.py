@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from model.attention import KVCache, sdpa_attention
+from model.attention import KVCache, reference_attention, sdpa_attention
 from model.gpt import GPT
 from model.loss import next_token_loss
 
@@ -104,9 +104,8 @@ def test_each_dropout_acts_in_training_only(where):
 
 @pytest.mark.parametrize("inverse_layer_scale", [False, True])
 def test_attention_is_a_choice_that_changes_nothing(inverse_layer_scale):
-    reference = pytest.importorskip("flash_kernels.reference").flash_attention
     ids, outs = make_ids(), []
-    for attention in (sdpa_attention, reference):
+    for attention in (sdpa_attention, reference_attention):
         model = make_gpt(attention=attention, inverse_layer_scale=inverse_layer_scale).eval()
         cache = KVCache(16)
         with torch.no_grad():
@@ -153,11 +152,13 @@ def test_context_beyond_the_positions_is_refused():
     "changes,message",
     [
         ({"dim": 25}, r"dim \(25\) must be a multiple of nheads \(3\)"),
-        ({"attn_dropout": 1.0}, r"attn_dropout must be in \[0, 1\), got 1.0"),
-        ({"embd_dropout": -0.1}, r"embd_dropout must be in \[0, 1\), got -0.1"),
-        ({"depth": 0}, "depth must be at least 1, got 0"),
-        ({"vocab_multiple": 0}, "vocab_multiple must be at least 1, got 0"),
-        ({"vocab_size": -5}, "vocab_size must be at least 1, got -5"),
+        ({"attn_dropout": 1.0}, r"attn_dropout must be a number in \[0, 1\), got 1.0"),
+        ({"embd_dropout": -0.1}, r"embd_dropout must be a number in \[0, 1\), got -0.1"),
+        ({"depth": 0}, "depth must be an integer of at least 1, got 0"),
+        ({"vocab_multiple": 0}, "vocab_multiple must be an integer of at least 1, got 0"),
+        ({"dim": 24.0}, "dim must be an integer of at least 1, got 24.0"),
+        ({"resid_dropout": "0.1"}, r"resid_dropout must be a number in \[0, 1\), got '0.1'"),
+        ({"vocab_size": -5}, "vocab_size must be an integer of at least 1, got -5"),
     ],
 )
 def test_constructor_checks(changes, message):
