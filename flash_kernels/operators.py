@@ -20,9 +20,7 @@ _OPTIONS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, float softcap, "
     "SymInt? window_left, SymInt? window_right, float dropout_p, str kernel"
 )
-_LIBRARY.define(
-    f"attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)"
-)
+_LIBRARY.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
@@ -138,7 +136,10 @@ def _differentiate(ctx, dout, dlse):
 
 
 torch.library.register_autograd(
-    "flash_kernels::attention_forward", _differentiate, setup_context=_save_for_backward, lib=_LIBRARY
+    "flash_kernels::attention_forward",
+    _differentiate,
+    setup_context=_save_for_backward,
+    lib=_LIBRARY,
 )
 
 
@@ -157,7 +158,9 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | N
     return total
 
 
-def _forward_flops(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right) -> int:
+def _forward_flops(
+    q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right
+) -> int:
     """4 * headdim a visible pair (FlashAttention-2's convention). Packed: exact where the lengths can be read."""
     if cu_seqlens_q is None:
         pairs = q.shape[0] * visible_pairs(q.shape[1], k.shape[1], left, right)

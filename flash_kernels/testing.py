@@ -66,18 +66,27 @@ def _run(function, tensors, dtype, dout, dlse, options):
     loss = (out * dout.to(dtype)).sum() if dlse is None else None
     if loss is None:
         # Rows that see no key have lse = -inf, which no sum survives.
-        loss = (out * dout.to(dtype)).sum() + (lse.masked_fill(lse.isinf(), 0.0) * dlse.to(lse.dtype)).sum()
+        loss = (out * dout.to(dtype)).sum() + (
+            lse.masked_fill(lse.isinf(), 0.0) * dlse.to(lse.dtype)
+        ).sum()
     gradients = torch.autograd.grad(loss, leaves)
     return [out.detach(), lse.detach(), *gradients]
 
 
 def _like(original: Tensor, values: Tensor) -> Tensor:
     """`values` with the strides of `original`."""
-    return torch.empty_strided(original.shape, original.stride(), dtype=values.dtype, device=values.device).copy_(values)
+    return torch.empty_strided(
+        original.shape, original.stride(), dtype=values.dtype, device=values.device
+    ).copy_(values)
 
 
 def assert_matches_reference(
-    name: str, qkv: tuple[Tensor, Tensor, Tensor], *, lse_gradient: bool = False, seed: int = 1, **options
+    name: str,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    *,
+    lse_gradient: bool = False,
+    seed: int = 1,
+    **options,
 ) -> None:
     """Compare output, LSE and gradients of flash_kernels.NAME with reference.NAME under the error budget.
 

@@ -55,12 +55,16 @@ def delta_kernel(
     lse = tl.load(lse_ptr + offsets, mask=inside, other=float("-inf"))
     sees_nothing = lse == float("-inf")
     if HAS_DLSE:
-        dlse_offsets = batch_64 * dlse_strides[0] + head * dlse_strides[1] + packed_rows * dlse_strides[2]
+        dlse_offsets = (
+            batch_64 * dlse_strides[0] + head * dlse_strides[1] + packed_rows * dlse_strides[2]
+        )
         delta -= tl.load(dlse_ptr + dlse_offsets, mask=inside, other=0.0)
     delta = tl.where(sees_nothing, 0.0, delta * inverse_keep_scale)
     tl.store(delta_ptr + offsets, delta, mask=inside)
     # exp2(score - inf) = 0 keeps such rows out of every gradient.
-    tl.store(lse_log2_ptr + offsets, tl.where(sees_nothing, float("inf"), lse * tiles.LOG2E), mask=inside)
+    tl.store(
+        lse_log2_ptr + offsets, tl.where(sees_nothing, float("inf"), lse * tiles.LOG2E), mask=inside
+    )
 
 
 @triton.jit
@@ -76,7 +80,14 @@ def _accumulate_dk_dv(
     row_begin = tile * BLOCK_M
     rows = row_begin + tl.arange(0, BLOCK_M)
     q = tiles.load_tile(
-        q_ptrs + row_begin.to(tl.int64) * q_stride, rows, 0, seqlen_q, dims, HEADDIM, BLOCK_D, MASKED
+        q_ptrs + row_begin.to(tl.int64) * q_stride,
+        rows,
+        0,
+        seqlen_q,
+        dims,
+        HEADDIM,
+        BLOCK_D,
+        MASKED,
     )  # [BLOCK_M, BLOCK_D]
     if MASKED:
         lse_log2 = tl.load(lse_log2_ptr + rows, mask=rows < seqlen_q, other=float("inf"))
@@ -95,7 +106,14 @@ def _accumulate_dk_dv(
         )
         probs = tl.where(visible, probs, 0.0)
     dout = tiles.load_tile(
-        dout_ptrs + row_begin.to(tl.int64) * dout_stride, rows, 0, seqlen_q, dims, HEADDIM, BLOCK_D, MASKED
+        dout_ptrs + row_begin.to(tl.int64) * dout_stride,
+        rows,
+        0,
+        seqlen_q,
+        dims,
+        HEADDIM,
+        BLOCK_D,
+        MASKED,
     )  # [BLOCK_M, BLOCK_D]
     dprobs = tl.dot(v, tl.trans(dout), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
     kept_probs = probs
@@ -188,7 +206,9 @@ def dk_dv_kernel(
             + in_tile[:, None] * dout_strides[1] + dims[None, :]
         )  # fmt: skip
         row_offset = batch_64 * lse_strides[0] + head_64 * lse_strides[1] + first_q
-        slope_log2 = tiles.load_alibi_slope(alibi_ptr, alibi_stride_batch, batch_index, head, HAS_ALIBI)
+        slope_log2 = tiles.load_alibi_slope(
+            alibi_ptr, alibi_stride_batch, batch_index, head, HAS_ALIBI
+        )
         column_keys = cols
         row_keys_here = row_keys_ptr
         row_multipliers_here = row_multipliers_ptr
@@ -356,7 +376,9 @@ def dq_kernel(
     )  # fmt: skip
 
 
-def compute_delta(problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def compute_delta(
+    problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
     """(delta, lse_log2) of delta_kernel, both float32 in the shape of lse."""
     p = problem
     delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
@@ -378,7 +400,9 @@ def compute_delta(problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tens
     return delta, lse_log2
 
 
-def launch_dk_dv(problem: Problem, dout, lse_log2, delta, keys, dk, dv, tile: Tile | None = None) -> None:
+def launch_dk_dv(
+    problem: Problem, dout, lse_log2, delta, keys, dk, dv, tile: Tile | None = None
+) -> None:
     """Fill dk and dv. `tile` overrides the table of tile_choice.py."""
     p = problem
     tile = tile or choose_tile("dk_dv", p)

@@ -113,7 +113,11 @@ def attention_forward_kernel(
     q_ptr += batch_64 * q_strides[0] + head_64 * q_strides[2] + (first_q + row_begin) * q_strides[1]
     k_ptr += batch_64 * k_strides[0] + head_k * k_strides[2] + first_k * k_strides[1]
     v_ptr += batch_64 * v_strides[0] + head_k * v_strides[2] + first_k * v_strides[1]
-    out_ptr += batch_64 * out_strides[0] + head_64 * out_strides[2] + (first_q + row_begin) * out_strides[1]
+    out_ptr += (
+        batch_64 * out_strides[0]
+        + head_64 * out_strides[2]
+        + (first_q + row_begin) * out_strides[1]
+    )
     row_offset = batch_64 * lse_strides[0] + head_64 * lse_strides[1] + first_q
     in_rows = tl.arange(0, BLOCK_M).to(tl.int64)
     q = tiles.load_tile(
@@ -127,7 +131,9 @@ def attention_forward_kernel(
     row_multipliers = rows
     if HAS_DROPOUT:
         row_keys = tl.load(row_keys_ptr + row_offset + rows, mask=rows < seqlen_q, other=0)
-        row_multipliers = tl.load(row_multipliers_ptr + row_offset + rows, mask=rows < seqlen_q, other=0)
+        row_multipliers = tl.load(
+            row_multipliers_ptr + row_offset + rows, mask=rows < seqlen_q, other=0
+        )
         column_keys_ptr += batch_64 * column_strides[0] + head_64 * column_strides[1] + first_k
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -163,7 +169,9 @@ def attention_forward_kernel(
     tl.store(lse_ptr + row_offset + rows, lse, mask=rows < seqlen_q)
 
 
-def attention_forward(problem: Problem, tile: Tile | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_forward(
+    problem: Problem, tile: Tile | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch. `tile` overrides the table of tile_choice.py.
 
     Returns:

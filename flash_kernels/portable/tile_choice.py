@@ -84,9 +84,13 @@ def gpu_family(device: torch.device) -> str:
 
 def family_of_capability(major: int, minor: int) -> str:
     """Compute capability to family; what is not listed has at least 99 KiB from 8.6 on."""
-    return {(9, 0): "hopper", (10, 0): "blackwell", (10, 3): "blackwell", (8, 0): "ampere", (8, 7): "ampere"}.get(
-        (major, minor), "small"
-    )
+    return {
+        (9, 0): "hopper",
+        (10, 0): "blackwell",
+        (10, 3): "blackwell",
+        (8, 0): "ampere",
+        (8, 7): "ampere",
+    }.get((major, minor), "small")
 
 
 def table_tile(kernel: str, family: str, headdim: int, dtype: torch.dtype) -> Tile:

@@ -67,7 +67,16 @@ def tile_span(begin, end, full_begin, full_end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def keys_of_rows(row_begin, row_end, shift, keys_end, window, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def keys_of_rows(
+    row_begin,
+    row_end,
+    shift,
+    keys_end,
+    window,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
     """Keys that query rows [row_begin, row_end) see: (begin, end, then the four tile bounds of tile_span).
 
     Row i sees keys i + shift - left ... i + shift + right, shift = seqlen_k - seqlen_q (bottom-right alignment).
@@ -90,7 +99,16 @@ def keys_of_rows(row_begin, row_end, shift, keys_end, window, BLOCK_N: tl.conste
 
 
 @triton.jit
-def rows_of_keys(col_begin, col_end, shift, seqlen_q, window, BLOCK_M: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def rows_of_keys(
+    col_begin,
+    col_end,
+    shift,
+    seqlen_q,
+    window,
+    BLOCK_M: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
     """Query rows that see keys [col_begin, col_end): the four tile bounds of tile_span, last row tile never full."""
     window_left, window_right = window
     begin = col_begin * 0
@@ -116,7 +134,9 @@ def edge_tile(index, first, full_first, full_last):
 
 
 @triton.jit
-def is_visible(rows, cols, shift, keys_end, window, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def is_visible(
+    rows, cols, shift, keys_end, window, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
+):
     """True where query `rows` may attend key `cols`."""
     window_left, window_right = window
     visible = (cols < keys_end) & (rows > -1)
@@ -128,7 +148,16 @@ def is_visible(rows, cols, shift, keys_end, window, HAS_LEFT: tl.constexpr, HAS_
 
 
 @triton.jit
-def load_tile(ptrs, positions, begin, end, dims, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr):
+def load_tile(
+    ptrs,
+    positions,
+    begin,
+    end,
+    dims,
+    HEADDIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+):
     """[BLOCK, BLOCK_D] of a matrix with HEADDIM columns; zero outside positions [begin, end) and columns."""
     if CHECK_ROWS:
         inside = (positions >= begin) & (positions < end)
@@ -231,18 +260,28 @@ def dropout_keys_kernel(
     first_k, length_k = sequence_range(cu_seqlens_k_ptr, batch_index, seqlen_k, IS_VARLEN)
 
     zeros = positions * 0
-    key, multiplier, _, _ = tl.philox(seed, positions, zeros + batch_head, zeros + ROW_DOMAIN, zeros)
+    key, multiplier, _, _ = tl.philox(
+        seed, positions, zeros + batch_head, zeros + ROW_DOMAIN, zeros
+    )
     row_offset = batch_index.to(tl.int64) * row_strides[0] + head * row_strides[1] + first_q
     inside = positions < length_q
     tl.store(row_keys_ptr + row_offset + positions, key.to(tl.int32, bitcast=True), mask=inside)
     multiplier = (multiplier | 1).to(tl.int32, bitcast=True)
     tl.store(row_multipliers_ptr + row_offset + positions, multiplier, mask=inside)
 
-    key_0, key_1, key_2, key_3 = tl.philox(seed, zeros, zeros + batch_head, zeros + HEAD_DOMAIN, zeros)
+    key_0, key_1, key_2, key_3 = tl.philox(
+        seed, zeros, zeros + batch_head, zeros + HEAD_DOMAIN, zeros
+    )
     mixed = positions.to(tl.uint32, bitcast=True) ^ key_0
     mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D + key_1
     mixed = (mixed ^ (mixed >> 15)) * 0x846CA68B + key_2
     mixed = (mixed ^ (mixed >> 16)) * 0x9E3779B1 + key_3
     mixed = mixed ^ (mixed >> 15)
-    column_offset = batch_index.to(tl.int64) * column_strides[0] + head * column_strides[1] + first_k
-    tl.store(column_keys_ptr + column_offset + positions, mixed.to(tl.int32, bitcast=True), mask=positions < length_k)
+    column_offset = (
+        batch_index.to(tl.int64) * column_strides[0] + head * column_strides[1] + first_k
+    )
+    tl.store(
+        column_keys_ptr + column_offset + positions,
+        mixed.to(tl.int32, bitcast=True),
+        mask=positions < length_k,
+    )
