@@ -1,4 +1,4 @@
-"""FlashAttention in Triton: exact attention with memory linear in the sequence length, forward and backward."""
+"""FlashAttention in Triton: exact, memory linear in the sequence length, forward and backward."""
 
 from .attention import flash_attention, flash_attention_varlen
 

@@ -1,7 +1,8 @@
 """Public attention functions: documentation, checks, and the choice of the kernel.
 
-Which kernel serves a call: `kernel=None` and "portable" take the Triton kernels of portable/, on every GPU and for
-every option. "hopper" names the sm_90 kernels, which do not exist yet. The rule is `choose_kernel` below.
+Which kernel serves a call: `kernel=None` and "portable" take the Triton kernels of portable/, on
+every GPU and for every option. "hopper" names the sm_90 kernels, which do not exist yet. The rule
+is `choose_kernel` below.
 """
 
 import torch
@@ -40,33 +41,38 @@ def flash_attention(
     """Exact softmax attention without storing the score matrix (arXiv 2205.14135).
 
     Args:
-        q: (batch, seqlen_q, nheads, headdim), fp16, bf16 or fp32, on a GPU. Any strides with stride(-1) == 1, so
-            views of a fused QKV projection need no copy. headdim is at most 256, padded inside to a power of two.
-            fp32 multiplies in IEEE precision on the FMA units, about ten times slower than bf16.
-        k, v: (batch, seqlen_k, nheads_k, headdim), dtype and device of q; nheads must be a multiple of nheads_k,
-            and query head h reads key head h // (nheads // nheads_k).
-        causal: hide later keys. The last query sees the last key. Kept at seqlen_q=2, seqlen_k=4:  1 1 1 0
-                                                                                                    1 1 1 1
-        window: (left, right) keys that a query sees beside its own, inclusive; None is unbounded. Aligned like
-            causal, which is right = 0.
+        q: (batch, seqlen_q, nheads, headdim), fp16, bf16 or fp32, on a GPU. Any strides with
+            stride(-1) == 1, so views of a fused QKV projection need no copy. headdim is at most
+            256, padded inside to a power of two. fp32 multiplies in IEEE precision on the FMA
+            units, about ten times slower than bf16.
+        k, v: (batch, seqlen_k, nheads_k, headdim), dtype and device of q; nheads must be a multiple
+            of nheads_k, and query head h reads key head h // (nheads // nheads_k).
+        causal: hide later keys; the last query sees the last key. Kept at seqlen_q=2, seqlen_k=4:
+            1 1 1 0
+            1 1 1 1
+        window: (left, right) keys that a query sees beside its own, inclusive; None is unbounded.
+            Aligned like causal, which is right = 0.
         softmax_scale: factor on q @ k.T; default headdim ** -0.5.
         softcap: scores become softcap * tanh(scores / softcap); 0 is off.
-        alibi_slopes: float32 (nheads,) or (batch, nheads): subtracts slope * |i + seqlen_k - seqlen_q - j| from the
-            score of query i and key j. No gradient.
-        lengths_k: integers (batch,): keys from lengths_k[b] on are padding, seen by no query. The alignment of causal
-            and window still goes by seqlen_k.
-        dropout_p: probability of dropping an attention probability; the kept ones are scaled by 1 / (1 - dropout_p).
-        dropout_seed: int, int64 tensor of one element on q's device, or torch.Generator. None draws one from torch's
-            default generator, without a host synchronisation. The mask is a function of (seed, batch, head, row,
-            column); reference.dropout_keep_mask gives it. Unused when dropout_p is 0.
+        alibi_slopes: float32 (nheads,) or (batch, nheads): subtracts slope * |i + seqlen_k -
+            seqlen_q - j| from the score of query i and key j. No gradient.
+        lengths_k: integers (batch,): keys from lengths_k[b] on are padding, seen by no query. The
+            alignment of causal and window still goes by seqlen_k.
+        dropout_p: probability of dropping an attention probability; the kept ones are scaled by 1 /
+            (1 - dropout_p).
+        dropout_seed: int, int64 tensor of one element on q's device, or torch.Generator. None draws
+            one from torch's default generator, without a host synchronisation. The mask is a
+            function of (seed, batch, head, row, column); reference.dropout_keep_mask gives it.
+            Unused when dropout_p is 0.
         deterministic: the backward has no atomics, so its results repeat bit for bit either way.
         return_lse: also return the log-sum-exp, which is differentiable.
         kernel: None (see the module docstring), "portable" or "hopper".
 
     Returns:
-        out (batch, seqlen_q, nheads, headdim), dtype of q, contiguous; a query that sees no key gets zeros. With
-        return_lse also the log-sum-exp of the scaled scores, natural, float32, (batch, nheads, seqlen_q), -inf where
-        nothing is seen. Under autocast q, k and v are cast first.
+        out (batch, seqlen_q, nheads, headdim), dtype of q, contiguous; a query that sees no key
+        gets zeros. With return_lse also the log-sum-exp of the scaled scores, natural, float32,
+        (batch, nheads, seqlen_q), -inf where nothing is seen. Under autocast q, k and v are cast
+        first.
 
     Raises:
         ValueError: shapes, dtypes, devices or options disagree.
@@ -78,8 +84,8 @@ def flash_attention(
     if k.shape[0] != batch:
         raise ValueError(f"q and k must have the same batch size, got {batch} and {k.shape[0]}")
     out, lse = _attend(
-        q, k, v, batch, None, None, q.shape[1], k.shape[1], causal, window, softmax_scale, softcap, alibi_slopes,
-        lengths_k, dropout_p, dropout_seed, kernel,
+        q, k, v, batch, None, None, q.shape[1], k.shape[1], causal, window, softmax_scale, softcap,
+        alibi_slopes, lengths_k, dropout_p, dropout_seed, kernel,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -109,9 +115,9 @@ def flash_attention_varlen(
 
     Args:
         q: (total_q, nheads, headdim). k, v: (total_k, nheads_k, headdim).
-        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), contiguous, on q's device: sequence b has rows
-            cu_seqlens[b] ... cu_seqlens[b + 1] - 1. They start at 0, never fall (empty sequences are fine; repeat the
-            last value to pad the list) and end at total_q, total_k.
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), contiguous, on q's device: sequence b has
+            rows cu_seqlens[b] ... cu_seqlens[b + 1] - 1. They start at 0, never fall (empty
+            sequences are fine; repeat the last value to pad the list) and end at total_q, total_k.
         max_seqlen_q, max_seqlen_k: at least the longest sequence; the grid is sized by them.
         The rest as in flash_attention, within each sequence.
 
@@ -119,15 +125,17 @@ def flash_attention_varlen(
         out (total_q, nheads, headdim); with return_lse also (nheads, total_q) float32.
 
     Raises:
-        As flash_attention. Wrong values in cu_seqlens, or a sequence longer than max_seqlen, raise ValueError in the
-        interpreter; on a GPU they stop the kernels by an assertion on the device, because reading them would wait.
+        As flash_attention. Wrong values in cu_seqlens, or a sequence longer than max_seqlen, raise
+        ValueError in the interpreter; on a GPU they stop the kernels by an assertion on the device,
+        because reading them would wait.
     """
     q, k, v = _autocast(q, k, v)
     _check_qkv(q, k, v, 3, "(total, nheads, headdim)")
     _check_cu_seqlens(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, lse = _attend(
-        q, k, v, cu_seqlens_q.shape[0] - 1, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window,
-        softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed, kernel,
+        q, k, v, cu_seqlens_q.shape[0] - 1, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        causal, window, softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed,
+        kernel,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -144,8 +152,8 @@ def choose_kernel(kernel: str | None) -> str:
 
 
 def _attend(
-    q, k, v, batch, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, softmax_scale, softcap,
-    alibi_slopes, lengths_k, dropout_p, dropout_seed, kernel,
+    q, k, v, batch, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window,
+    softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed, kernel,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     kernel = choose_kernel(kernel)
     if not 0.0 <= dropout_p <= 1.0:
@@ -166,8 +174,8 @@ def _attend(
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     return torch.ops.flash_kernels.attention_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, seed, max_seqlen_q, max_seqlen_k,
-        softmax_scale, softcap, left, 0 if causal else right, dropout_p, kernel,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, seed, max_seqlen_q,
+        max_seqlen_k, softmax_scale, softcap, left, 0 if causal else right, dropout_p, kernel,
     )  # fmt: skip
 
 
@@ -207,18 +215,19 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, dim: int, layout: str) -> None:
         )
     if q.device.type == "cpu" and not _IS_INTERPRETED:
         raise NotImplementedError(
-            "flash attention needs tensors on a GPU, got cpu: move them there, or choose the sdpa attention "
-            "(attention=sdpa, torch.nn.functional.scaled_dot_product_attention)"
+            "flash attention needs tensors on a GPU, got cpu: move them there, or choose the "
+            "sdpa attention (attention=sdpa, torch.nn.functional.scaled_dot_product_attention)"
         )
     if _IS_INTERPRETED and q.dtype == torch.bfloat16:
         raise NotImplementedError(
-            "Triton's interpreter multiplies bfloat16 wrongly: use float16 or float32 with TRITON_INTERPRET=1"
+            "Triton's interpreter multiplies bfloat16 wrongly: use float16 or float32 "
+            "with TRITON_INTERPRET=1"
         )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
             raise ValueError(
-                f"{name} must have stride 1 in its last dimension, got strides {tuple(tensor.stride())}: "
-                "call .contiguous()"
+                f"{name} must have stride 1 in its last dimension, got strides "
+                f"{tuple(tensor.stride())}: call .contiguous()"
             )
 
 

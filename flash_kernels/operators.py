@@ -1,7 +1,8 @@
-"""The custom operators flash_kernels::attention_forward and attention_backward: what torch's machinery sees.
+"""The custom operators flash_kernels::attention_forward and attention_backward: what torch's
+machinery sees.
 
-Registered with fake implementations (torch.compile without graph breaks), autograd, and FLOP formulas. Arguments are
-checked by the public functions in attention.py; these operators trust them.
+Registered with fake implementations (torch.compile without graph breaks), autograd, and FLOP
+formulas. Arguments are checked by the public functions in attention.py; these operators trust them.
 """
 
 import torch
@@ -16,14 +17,15 @@ _LIBRARY = torch.library.Library("flash_kernels", "DEF")
 
 # What both operators take after their tensors; None in a window is unbounded.
 _OPTIONS = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? lengths_k, Tensor? alibi_slopes, Tensor? dropout_seed, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? lengths_k, "
+    "Tensor? alibi_slopes, Tensor? dropout_seed, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, float softcap, "
     "SymInt? window_left, SymInt? window_right, float dropout_p, str kernel"
 )
 _LIBRARY.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
 _LIBRARY.define(
-    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
+    f"Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -34,8 +36,8 @@ _LIBRARY.define(
 
 
 def _problem(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, max_seqlen_q, max_seqlen_k,
-    softmax_scale, softcap, window_left, window_right, dropout_p,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, max_seqlen_q,
+    max_seqlen_k, softmax_scale, softcap, window_left, window_right, dropout_p,
 ) -> Problem:  # fmt: skip
     return Problem(
         q,
@@ -69,7 +71,7 @@ def _backward(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, 
 
 
 def _check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, total_q, total_k, max_seqlen_q, max_seqlen_k):
-    """Assert what attention.py documents of cu_seqlens: at once on the CPU, on the device elsewhere."""
+    """Assert what is documented of cu_seqlens: at once on the CPU, on the device elsewhere."""
     for name, cu_seqlens, total, longest in (
         ("q", cu_seqlens_q, total_q, max_seqlen_q),
         ("k", cu_seqlens_k, total_k, max_seqlen_k),
@@ -78,8 +80,8 @@ def _check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, total_q, total_k, max_seqlen_q
         holds = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total)
         holds = holds & (lengths.amin() >= 0) & (lengths.amax() <= longest)
         message = (
-            f"cu_seqlens_{name} must start at 0, never fall, end at total_{name} = {total}, and no sequence may be "
-            f"longer than max_seqlen_{name} = {longest}"
+            f"cu_seqlens_{name} must start at 0, never fall, end at total_{name} = {total}, "
+            f"and no sequence may be longer than max_seqlen_{name} = {longest}"
         )
         if cu_seqlens.device.type == "cpu":
             if not holds:
@@ -88,7 +90,8 @@ def _check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, total_q, total_k, max_seqlen_q
             torch._assert_async(holds, message)
 
 
-# CPU tensors reach the kernels only under Triton's interpreter; attention.py refuses them otherwise.
+# CPU tensors reach the kernels only under Triton's interpreter; attention.py refuses them
+# otherwise.
 for _key in ("CUDA", "CPU"):
     _LIBRARY.impl("attention_forward", _forward, _key)
     _LIBRARY.impl("attention_backward", _backward, _key)
@@ -144,7 +147,7 @@ torch.library.register_autograd(
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> float:
-    """Query-key pairs inside the window, bottom-right aligned; a causal square counts as half (the usual convention)."""
+    """Query-key pairs inside the window; a causal square counts as half, as is usual."""
     if left is None and right == 0 and seqlen_q == seqlen_k:
         return seqlen_q * seqlen_k / 2
     if left is None and right is None:
@@ -161,7 +164,7 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | N
 def _forward_flops(
     q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right
 ) -> int:
-    """4 * headdim a visible pair (FlashAttention-2's convention). Packed: exact where the lengths can be read."""
+    """4 * headdim a visible pair (FlashAttention-2's convention), exact where lengths can be read."""
     if cu_seqlens_q is None:
         pairs = q.shape[0] * visible_pairs(q.shape[1], k.shape[1], left, right)
     elif type(cu_seqlens_q) is Tensor and cu_seqlens_q.device.type != "meta":
@@ -174,8 +177,8 @@ def _forward_flops(
 
 @register_flop_formula(torch.ops.flash_kernels.attention_forward, get_raw=True)
 def _attention_forward_flops(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, max_seqlen_q, max_seqlen_k,
-    softmax_scale, softcap, window_left, window_right, *_, out_val=None,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, max_seqlen_q,
+    max_seqlen_k, softmax_scale, softcap, window_left, window_right, *_, out_val=None,
 ):  # fmt: skip
     return _forward_flops(
         q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window_left, window_right

@@ -1,7 +1,8 @@
-"""Plain PyTorch attention with the signatures of the library: the oracle of its tests, for any device and dtype.
+"""Plain PyTorch attention with the signatures of the library: the oracle of its tests, for any
+device and dtype.
 
-Everything is computed in the dtype of the inputs, so that float64 gives the truth and float16 the error that plain
-PyTorch makes. The whole score matrix is stored. Gradients come from autograd.
+Everything is computed in the dtype of the inputs, so that float64 gives the truth and float16 the
+error that plain PyTorch makes. The whole score matrix is stored. Gradients come from autograd.
 """
 
 import math
@@ -15,13 +16,13 @@ _LOW = 0xFFFFFFFF
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """(high, low) 32 bits of an unsigned product; int64 wraps, and the mask removes the copied sign."""
+    """(high, low) 32 bits of an unsigned product; int64 wraps, the mask removes the sign."""
     product = a * b
     return (product >> 32) & _LOW, product & _LOW
 
 
 def philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, ...]:
-    """Philox-4x32-10 (Salmon et al. 2011): four words in int64 tensors, from four 32-bit counters."""
+    """Philox-4x32-10 (Salmon et al. 2011): four words from four 32-bit counters, in int64."""
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
     for _ in range(10):
         high_0, low_0 = _multiply(c0, _PHILOX_MULTIPLIERS[0])
@@ -40,7 +41,8 @@ def dropout_keys(
     device="cpu",
     first_sequence: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Row keys and odd row multipliers (batch, nheads, seqlen_q) and column keys (batch, nheads, seqlen_k).
+    """Row keys and odd row multipliers (batch, nheads, seqlen_q) and column keys (batch, nheads,
+    seqlen_k).
 
     int64 tensors of unsigned 32-bit values, those of the kernels' dropout_keys_kernel.
     """
@@ -74,9 +76,11 @@ def dropout_keep_mask(
     device="cpu",
     first_sequence: int = 0,
 ) -> Tensor:
-    """The kernels' dropout mask, bit for bit: bool (batch, nheads, seqlen_q, seqlen_k), True = kept.
+    """The kernels' dropout mask, bit for bit: bool (batch, nheads, seqlen_q, seqlen_k), True =
+    kept.
 
-    In a packed batch rows and columns count from the start of their sequence; first_sequence is its index.
+    In a packed batch rows and columns count from the start of their sequence; first_sequence is its
+    index.
     """
     row_keys, multipliers, columns = dropout_keys(
         dropout_seed, batch, nheads, seqlen_q, seqlen_k, device, first_sequence
@@ -95,7 +99,7 @@ def visible_keys(
     window: tuple[int | None, int | None] = (None, None),
     device="cpu",
 ) -> Tensor:
-    """bool (seqlen_q, seqlen_k): True where the query may attend the key, aligned at the bottom right."""
+    """bool (seqlen_q, seqlen_k): True where the query may attend the key."""
     left, right = window
     if causal:
         right = 0
@@ -186,7 +190,8 @@ def flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash_kernels.flash_attention in plain PyTorch.
 
-    Dropout needs a dropout_seed. deterministic and kernel change nothing here. lse: float32, or float64 with it.
+    Dropout needs a dropout_seed. deterministic and kernel change nothing here. lse: float32, or
+    float64 with it.
     """
     out, lse = _attention(
         q,

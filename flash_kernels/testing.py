@@ -1,7 +1,8 @@
 """Input factories and the error budget, for tests/ and scripts/.
 
-Budget: at most twice the error that plain PyTorch makes in the same dtype, both against float64, plus two units in
-the last place of the largest value (so that an exact zero of one does not condemn the other).
+Budget: at most twice the error that plain PyTorch makes in the same dtype, both against float64,
+plus two units in the last place of the largest value (so that an exact zero of one does not condemn
+the other).
 """
 
 import contextlib
@@ -24,7 +25,7 @@ def make_qkv(
     device: str = "cpu",
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normal q (batch, seqlen_q, nheads, headdim) and k, v (batch, seqlen_k, nheads_k, headdim), requiring grad."""
+    """Normal q, k and v in the layout of flash_attention, requiring grad."""
     generator = torch.Generator(device).manual_seed(seed)
     shapes = [(batch, seqlen_q, nheads, headdim)] + [
         (batch, seqlen_k, nheads_k or nheads, headdim)
@@ -88,7 +89,8 @@ def assert_matches_reference(
     seed: int = 1,
     **options,
 ) -> None:
-    """Compare output, LSE and gradients of flash_kernels.NAME with reference.NAME under the error budget.
+    """Compare output, LSE and gradients of flash_kernels.NAME with reference.NAME under the error
+    budget.
 
     `options` go to both. With dropout give dropout_seed. lse_gradient adds a gradient of the LSE.
     """
@@ -110,7 +112,7 @@ def assert_matches_reference(
 
 
 def check_budget(label: str, ours: Tensor, plain: Tensor, truth: Tensor, slack: float) -> None:
-    """Raise AssertionError unless max|ours - truth| <= 2 max|plain - truth| + slack; infinities must coincide."""
+    """Assert max|ours - truth| <= 2 max|plain - truth| + slack; infinities must coincide."""
     if ours.shape != truth.shape:
         raise AssertionError(f"{label}: shape {tuple(ours.shape)}, expected {tuple(truth.shape)}")
     if ours.isnan().any():

@@ -1,4 +1,4 @@
-"""Without a GPU the kernels run in Triton's interpreter, which must be asked for before they are decorated."""
+"""Without a GPU the kernels run in Triton's interpreter, asked for before they are decorated."""
 
 import os
 

@@ -1,13 +1,14 @@
 """Backward of attention in three kernels: delta, then dk and dv by key tile, then dq by query tile.
 
-FlashAttention (arXiv 2205.14135, algorithm 4), split so that each gradient has one owner: no atomics, so the result
-is the same in every run, at the price of computing the scores twice. With P = exp(S - lse), Z the dropout
-mask over (1 - dropout_p) and delta = rowsum(out * dout) - dlse:
+FlashAttention (arXiv 2205.14135, algorithm 4), split so that each gradient has one owner: no
+atomics, so the result is the same in every run, at the price of computing the scores twice. With P
+= exp(S - lse), Z the dropout mask over (1 - dropout_p) and delta = rowsum(out * dout) - dlse:
 
-    dv = (P * Z)^T dout      dS = P * (Z * dout v^T - delta)      dq = scale * dS k      dk = scale * dS^T q
+    dv = (P * Z)^T dout      dS = P * (Z * dout v^T - delta)      dq = scale * dS k      dk = scale
+    * dS^T q
 
-dlse enters through delta because d lse / dS = P. The dk/dv kernel works on S^T, whose tiles go from registers
-into the next product as they are.
+dlse enters through delta because d lse / dS = P. The dk/dv kernel works on S^T, whose tiles go from
+registers into the next product as they are.
 """
 
 import torch
@@ -25,11 +26,14 @@ _DELTA_ROWS = 64
 @triton.jit(do_not_specialize=["lse_strides", "num_heads", "seqlen_q", "num_tiles"])
 def delta_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_log2_ptr, cu_seqlens_q_ptr,
-    out_strides, dout_strides, lse_strides, dlse_strides, nheads, seqlen_q, num_tiles, inverse_keep_scale,
-    HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    out_strides, dout_strides, lse_strides, dlse_strides, nheads, seqlen_q, num_tiles,
+    inverse_keep_scale, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     IS_VARLEN: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """delta = (rowsum(out * dout) - dlse) * (1 - dropout_p), and lse in base 2, +inf for rows that see no key."""
+    """delta = (rowsum(out * dout) - dlse) * (1 - dropout_p), and lse in base 2.
+
+    A row that sees no key gets delta 0 and lse +inf.
+    """
     pid = tl.program_id(0)
     batch_head = pid // num_tiles
     batch_index = batch_head // nheads
@@ -70,11 +74,11 @@ def delta_kernel(
 @triton.jit
 def _accumulate_dk_dv(
     dk, dv, k, v, q_ptrs, dout_ptrs, q_stride, dout_stride, lse_log2_ptr, delta_ptr, row_keys_ptr,
-    row_multipliers_ptr, column_keys, cols, dims, tile, shift, seqlen_q, keys_end, window, scale_log2, softcap,
-    slope_log2, dropout_threshold,
+    row_multipliers_ptr, column_keys, cols, dims, tile, shift, seqlen_q, keys_end, window,
+    scale_log2, softcap, slope_log2, dropout_threshold,
     HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows for a tile of keys: the body of both loops."""
     row_begin = tile * BLOCK_M
@@ -97,7 +101,8 @@ def _accumulate_dk_dv(
         delta = tl.load(delta_ptr + rows)
     dots = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
     scores, factor = tiles.transform_scores(
-        dots, rows[None, :], cols[:, None], shift, scale_log2, softcap, slope_log2, HAS_SOFTCAP, HAS_ALIBI, PRECISE
+        dots, rows[None, :], cols[:, None], shift, scale_log2, softcap, slope_log2,
+        HAS_SOFTCAP, HAS_ALIBI, PRECISE,
     )  # fmt: skip
     probs = tl.exp2(scores - lse_log2[None, :])
     if MASKED:
@@ -138,8 +143,8 @@ def _accumulate_dk_dv(
 
 
 _LENGTHS = [
-    "lse_strides", "column_strides", "alibi_stride_batch", "num_heads", "seqlen_q", "seqlen_k", "num_tiles",
-    "heads_per_group", "window",
+    "lse_strides", "column_strides", "alibi_stride_batch", "num_heads", "seqlen_q", "seqlen_k",
+    "num_tiles", "heads_per_group", "window",
 ]  # fmt: skip
 
 
@@ -154,12 +159,14 @@ def dk_dv_kernel(
     window, scale_log2, softmax_scale, softcap, dropout_threshold, keep_scale,
     HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
-    IS_VARLEN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISE: tl.constexpr,
+    IS_VARLEN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one key head, summed over its GROUP_SIZE query heads.
 
-    Grid: (num_heads * num_tiles,) with num_heads = batch * nheads_k here. The first key tile is the longest.
+    Grid: (num_heads * num_tiles,) with num_heads = batch * nheads_k here. The first key tile is the
+    longest.
     """
     batch_head, col_tile = tiles.program_order(num_tiles, num_heads, heads_per_group, False)
     nheads_k = nheads // GROUP_SIZE
@@ -190,7 +197,8 @@ def dk_dv_kernel(
         cols, 0, keys_end, dims, HEADDIM, BLOCK_D, True,
     )  # fmt: skip
     first, full_first, full_last, last = tiles.rows_of_keys(
-        col_begin, tl.minimum(col_begin + BLOCK_N, keys_end), shift, seqlen_q, window, BLOCK_M, HAS_LEFT, HAS_RIGHT
+        col_begin, tl.minimum(col_begin + BLOCK_N, keys_end), shift, seqlen_q, window, BLOCK_M,
+        HAS_LEFT, HAS_RIGHT,
     )  # fmt: skip
     dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
@@ -202,8 +210,8 @@ def dk_dv_kernel(
             + in_tile[:, None] * q_strides[1] + dims[None, :]
         )  # fmt: skip
         dout_ptrs = (
-            dout_ptr + batch_64 * dout_strides[0] + head_64 * dout_strides[2] + first_q * dout_strides[1]
-            + in_tile[:, None] * dout_strides[1] + dims[None, :]
+            dout_ptr + batch_64 * dout_strides[0] + head_64 * dout_strides[2]
+            + first_q * dout_strides[1] + in_tile[:, None] * dout_strides[1] + dims[None, :]
         )  # fmt: skip
         row_offset = batch_64 * lse_strides[0] + head_64 * lse_strides[1] + first_q
         slope_log2 = tiles.load_alibi_slope(
@@ -222,40 +230,46 @@ def dk_dv_kernel(
         for index in tl.range(0, full_first - first + last - full_last):
             dk, dv = _accumulate_dk_dv(
                 dk, dv, k, v, q_ptrs, dout_ptrs, q_strides[1], dout_strides[1],
-                lse_log2_ptr + row_offset, delta_ptr + row_offset, row_keys_here, row_multipliers_here, column_keys,
-                cols, dims, tiles.edge_tile(index, first, full_first, full_last), shift, seqlen_q, keys_end,
-                window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_M,
-                HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE, MASKED=True,
+                lse_log2_ptr + row_offset, delta_ptr + row_offset, row_keys_here,
+                row_multipliers_here, column_keys, cols, dims, tiles.edge_tile(index, first,
+                full_first, full_last), shift, seqlen_q, keys_end, window, scale_log2, softcap,
+                slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_M, HAS_LEFT, HAS_RIGHT,
+                HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE, MASKED=True,
             )  # fmt: skip
         for tile in tl.range(full_first, full_last):
             dk, dv = _accumulate_dk_dv(
                 dk, dv, k, v, q_ptrs, dout_ptrs, q_strides[1], dout_strides[1],
-                lse_log2_ptr + row_offset, delta_ptr + row_offset, row_keys_here, row_multipliers_here, column_keys,
-                cols, dims, tile, shift, seqlen_q, keys_end,
-                window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_M,
-                HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE, MASKED=False,
+                lse_log2_ptr + row_offset, delta_ptr + row_offset, row_keys_here,
+                row_multipliers_here, column_keys, cols, dims, tile, shift, seqlen_q, keys_end,
+                window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D,
+                BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE,
+                MASKED=False,
             )  # fmt: skip
 
-    # Keys behind keys_end are padding: their gradient is zero whatever their rows of the accumulators hold.
+    # Keys behind keys_end are padding: their gradient is zero whatever their rows of the
+    # accumulators hold.
     is_key = (cols < keys_end)[:, None]
     dk = tl.where(is_key, dk * (softmax_scale * keep_scale), 0.0)
     dv = tl.where(is_key, dv * keep_scale, 0.0)
     dk_ptr += batch_64 * dk_strides[0] + head_k_64 * dk_strides[2]
     dv_ptr += batch_64 * dv_strides[0] + head_k_64 * dv_strides[2]
     tiles.store_tile(
-        dk_ptr + packed_cols[:, None] * dk_strides[1] + dims[None, :], dk, cols, seqlen_k, dims, HEADDIM, BLOCK_D
+        dk_ptr + packed_cols[:, None] * dk_strides[1] + dims[None, :],
+        dk, cols, seqlen_k, dims, HEADDIM, BLOCK_D,
     )  # fmt: skip
     tiles.store_tile(
-        dv_ptr + packed_cols[:, None] * dv_strides[1] + dims[None, :], dv, cols, seqlen_k, dims, HEADDIM, BLOCK_D
+        dv_ptr + packed_cols[:, None] * dv_strides[1] + dims[None, :],
+        dv, cols, seqlen_k, dims, HEADDIM, BLOCK_D,
     )  # fmt: skip
 
 
 @triton.jit
 def _accumulate_dq(
-    dq, q, dout, lse_log2, delta, k_ptrs, v_ptrs, k_stride, v_stride, column_keys_ptr, row_keys, row_multipliers,
-    rows, dims, tile, begin, end, shift, keys_end, window, scale_log2, softcap, slope_log2, dropout_threshold,
-    HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    dq, q, dout, lse_log2, delta, k_ptrs, v_ptrs, k_stride, v_stride, column_keys_ptr, row_keys,
+    row_multipliers, rows, dims, tile, begin, end, shift, keys_end, window, scale_log2, softcap,
+    slope_log2, dropout_threshold, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys for a tile of query rows: the body of both loops."""
@@ -266,7 +280,8 @@ def _accumulate_dq(
     )  # [BLOCK_N, BLOCK_D]
     dots = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
     scores, factor = tiles.transform_scores(
-        dots, rows[:, None], cols[None, :], shift, scale_log2, softcap, slope_log2, HAS_SOFTCAP, HAS_ALIBI, PRECISE
+        dots, rows[:, None], cols[None, :], shift, scale_log2, softcap, slope_log2,
+        HAS_SOFTCAP, HAS_ALIBI, PRECISE,
     )  # fmt: skip
     probs = tl.exp2(scores - lse_log2[:, None])
     if MASKED:
@@ -298,14 +313,18 @@ def dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, delta_ptr, dq_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, alibi_ptr,
     row_keys_ptr, row_multipliers_ptr, column_keys_ptr,
-    q_strides, k_strides, v_strides, dout_strides, dq_strides, lse_strides, column_strides, alibi_stride_batch,
-    nheads, group_size, num_heads, seqlen_q, seqlen_k, num_tiles, heads_per_group,
-    window, scale_log2, softmax_scale, softcap, dropout_threshold, keep_scale,
+    q_strides, k_strides, v_strides, dout_strides, dq_strides, lse_strides, column_strides,
+    alibi_stride_batch, nheads, group_size, num_heads, seqlen_q, seqlen_k, num_tiles,
+    heads_per_group, window, scale_log2, softmax_scale, softcap, dropout_threshold, keep_scale,
     HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_VARLEN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISE: tl.constexpr,
+    IS_VARLEN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M query rows of one head. Grid: (num_heads * num_tiles,), num_heads = batch * nheads."""
+    """One program: BLOCK_M query rows of one head.
+
+    Grid: (num_heads * num_tiles,) with num_heads = batch * nheads.
+    """
     batch_head, row_tile = tiles.program_order(num_tiles, num_heads, heads_per_group, HAS_RIGHT)
     batch_index = batch_head // nheads
     head = batch_head % nheads
@@ -352,27 +371,29 @@ def dq_kernel(
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     begin, end, first, full_first, full_last, last = tiles.keys_of_rows(
-        row_begin, tl.minimum(row_begin + BLOCK_M, seqlen_q), shift, keys_end, window, BLOCK_N, HAS_LEFT, HAS_RIGHT
+        row_begin, tl.minimum(row_begin + BLOCK_M, seqlen_q), shift, keys_end, window,
+        BLOCK_N, HAS_LEFT, HAS_RIGHT,
     )  # fmt: skip
     for index in tl.range(0, full_first - first + last - full_last):
         dq = _accumulate_dq(
             dq, q, dout, lse_log2, delta, k_ptrs, v_ptrs, k_strides[1], v_strides[1],
             column_keys_ptr, row_keys, row_multipliers, rows, dims,
-            tiles.edge_tile(index, first, full_first, full_last), begin, end, shift, keys_end, window,
-            scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N, HAS_LEFT, HAS_RIGHT,
-            HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE, MASKED=True,
+            tiles.edge_tile(index, first, full_first, full_last), begin, end, shift, keys_end,
+            window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N,
+            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE, MASKED=True,
         )  # fmt: skip
     for tile in tl.range(full_first, full_last):
         dq = _accumulate_dq(
             dq, q, dout, lse_log2, delta, k_ptrs, v_ptrs, k_strides[1], v_strides[1],
             column_keys_ptr, row_keys, row_multipliers, rows, dims,
             tile, begin, end, shift, keys_end, window,
-            scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N, HAS_LEFT, HAS_RIGHT,
-            HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE, MASKED=False,
+            scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N,
+            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE, MASKED=False,
         )  # fmt: skip
     dq = dq * (softmax_scale * keep_scale)
     tiles.store_tile(
-        dq_ptr + packed_rows[:, None] * dq_strides[1] + dims[None, :], dq, rows, seqlen_q, dims, HEADDIM, BLOCK_D
+        dq_ptr + packed_rows[:, None] * dq_strides[1] + dims[None, :],
+        dq, rows, seqlen_q, dims, HEADDIM, BLOCK_D,
     )  # fmt: skip
 
 
@@ -410,12 +431,12 @@ def launch_dk_dv(
     num_heads = p.batch * p.nheads_k
     dk_dv_kernel[(num_heads * num_tiles,)](
         p.q, p.k, p.v, dout, lse_log2, delta, dk, dv, *p.index_tensors(), *keys.tensors,
-        p.strides(p.q), p.strides(p.k), p.strides(p.v), p.strides(dout), p.strides(dk), p.strides(dv),
-        p.lse_strides, keys.column_strides, p.alibi_stride_batch,
-        p.nheads, num_heads, p.seqlen_q, p.seqlen_k, num_tiles, max(1, heads_per_group(p) // p.group_size),
-        p.window, p.scale_log2, p.softmax_scale, p.softcap, p.dropout_threshold, p.keep_scale,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, GROUP_SIZE=p.group_size, **p.flags(),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        p.strides(p.q), p.strides(p.k), p.strides(p.v), p.strides(dout), p.strides(dk),
+        p.strides(dv), p.lse_strides, keys.column_strides, p.alibi_stride_batch,
+        p.nheads, num_heads, p.seqlen_q, p.seqlen_k, num_tiles, max(1,
+        heads_per_group(p) // p.group_size), p.window, p.scale_log2, p.softmax_scale, p.softcap,
+        p.dropout_threshold, p.keep_scale, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        GROUP_SIZE=p.group_size, **p.flags(), num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
@@ -447,7 +468,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes and dtype of q, k, v, contiguous.
 
-    dout may have any strides (a copy is made only where its last one is not 1), dlse any strides or None.
+    dout may have any strides (a copy is made only where its last one is not 1), dlse any strides or
+    None.
     """
     p = problem
     if dout.stride(-1) != 1:

@@ -1,9 +1,10 @@
-"""Forward of attention: out = softmax(q k^T) v and the log-sum-exp of each row, without the score matrix.
+"""Forward of attention: out = softmax(q k^T) v and the log-sum-exp of each row, without the score
+matrix.
 
-FlashAttention (arXiv 2205.14135, algorithm 2) with the loop order of its second version: a program owns BLOCK_M
-query rows and walks the keys with an online softmax. Keys that no row of the tile sees are skipped, and only tiles
-cut by a mask or by the end of the keys run the masked copy of the loop. Dropout multiplies the probabilities after
-the normaliser, as in the paper.
+FlashAttention (arXiv 2205.14135, algorithm 2) with the loop order of its second version: a program
+owns BLOCK_M query rows and walks the keys with an online softmax. Keys that no row of the tile sees
+are skipped, and only tiles cut by a mask or by the end of the keys run the masked copy of the loop.
+Dropout multiplies the probabilities after the normaliser, as in the paper.
 """
 
 import torch
@@ -17,10 +18,11 @@ from .tile_choice import Tile, choose_tile
 
 @triton.jit
 def _attend(
-    acc, row_max, row_sum, q, k_ptrs, v_ptrs, k_stride, v_stride, column_keys_ptr, row_keys, row_multipliers,
-    rows, dims, tile, begin, end, shift, keys_end, window, scale_log2, softcap, slope_log2, dropout_threshold,
-    HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    acc, row_max, row_sum, q, k_ptrs, v_ptrs, k_stride, v_stride, column_keys_ptr, row_keys,
+    row_multipliers, rows, dims, tile, begin, end, shift, keys_end, window, scale_log2, softcap,
+    slope_log2, dropout_threshold, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     SCALE_IN_EXP: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: the body of both loops."""
@@ -40,7 +42,8 @@ def _attend(
             rows[:, None], cols[None, :], shift, keys_end, window, HAS_LEFT, HAS_RIGHT
         )
         scores = tl.where(visible, scores, float("-inf"))
-    # A positive scale commutes with the maximum, so scaling and subtraction become one fused multiply-add.
+    # A positive scale commutes with the maximum, so scaling and subtraction become one fused
+    # multiply-add.
     if SCALE_IN_EXP:
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
     else:
@@ -74,8 +77,8 @@ def _attend(
 
 
 _LENGTHS = [
-    "lse_strides", "column_strides", "alibi_stride_batch", "num_heads", "seqlen_q", "seqlen_k", "num_tiles",
-    "heads_per_group", "window",
+    "lse_strides", "column_strides", "alibi_stride_batch", "num_heads", "seqlen_q", "seqlen_k",
+    "num_tiles", "heads_per_group", "window",
 ]  # fmt: skip
 
 
@@ -88,11 +91,14 @@ def attention_forward_kernel(
     nheads, group_size, num_heads, seqlen_q, seqlen_k, num_tiles, heads_per_group,
     window, scale_log2, softcap, dropout_threshold, keep_scale,
     HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_VARLEN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    SCALE_IN_EXP: tl.constexpr, PRECISE: tl.constexpr,
+    IS_VARLEN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, SCALE_IN_EXP: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M query rows of one head. Grid: (num_heads * num_tiles,), num_heads = batch * nheads."""
+    """One program: BLOCK_M query rows of one head.
+
+    Grid: (num_heads * num_tiles,) with num_heads = batch * nheads.
+    """
     batch_head, row_tile = tiles.program_order(num_tiles, num_heads, heads_per_group, HAS_RIGHT)
     batch_index = batch_head // nheads
     head = batch_head % nheads
@@ -140,30 +146,34 @@ def attention_forward_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     begin, end, first, full_first, full_last, last = tiles.keys_of_rows(
-        row_begin, tl.minimum(row_begin + BLOCK_M, seqlen_q), shift, keys_end, window, BLOCK_N, HAS_LEFT, HAS_RIGHT
+        row_begin, tl.minimum(row_begin + BLOCK_M, seqlen_q), shift, keys_end, window,
+        BLOCK_N, HAS_LEFT, HAS_RIGHT,
     )  # fmt: skip
     for index in tl.range(0, full_first - first + last - full_last):
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, k_ptrs, v_ptrs, k_strides[1], v_strides[1],
             column_keys_ptr, row_keys, row_multipliers, rows, dims,
-            tiles.edge_tile(index, first, full_first, full_last), begin, end, shift, keys_end, window,
-            scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N, HAS_LEFT, HAS_RIGHT,
-            HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, SCALE_IN_EXP, PRECISE, MASKED=True,
+            tiles.edge_tile(index, first, full_first, full_last), begin, end, shift, keys_end,
+            window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N,
+            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, SCALE_IN_EXP, PRECISE,
+            MASKED=True,
         )  # fmt: skip
     for tile in tl.range(full_first, full_last):
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, k_ptrs, v_ptrs, k_strides[1], v_strides[1],
             column_keys_ptr, row_keys, row_multipliers, rows, dims,
             tile, begin, end, shift, keys_end, window,
-            scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N, HAS_LEFT, HAS_RIGHT,
-            HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, SCALE_IN_EXP, PRECISE, MASKED=False,
+            scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N,
+            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, SCALE_IN_EXP, PRECISE,
+            MASKED=False,
         )  # fmt: skip
 
     # A row that saw no key keeps row_max = -inf and row_sum = 0: out = 0 and lse = -inf.
     normaliser = tl.where(row_sum == 0.0, 1.0, row_sum)
     out = acc * (keep_scale / normaliser)[:, None]
     tiles.store_tile(
-        out_ptr + in_rows[:, None] * out_strides[1] + dims[None, :], out, rows, seqlen_q, dims, HEADDIM, BLOCK_D
+        out_ptr + in_rows[:, None] * out_strides[1] + dims[None, :],
+        out, rows, seqlen_q, dims, HEADDIM, BLOCK_D,
     )  # fmt: skip
     lse = (row_max + tl.log2(normaliser)) * tiles.LN2
     tl.store(lse_ptr + row_offset + rows, lse, mask=rows < seqlen_q)
@@ -175,7 +185,8 @@ def attention_forward(
     """Launch. `tile` overrides the table of tile_choice.py.
 
     Returns:
-        out: shape and dtype of q, contiguous. lse: float32, (batch, nheads, seqlen_q) or (nheads, total_q).
+        out: shape and dtype of q, contiguous. lse: float32, (batch, nheads, seqlen_q) or (nheads,
+            total_q).
     """
     p = problem
     out = torch.empty(p.q.shape, dtype=p.q.dtype, device=p.q.device)
@@ -189,10 +200,11 @@ def attention_forward(
         keys = dropout_keys(p)
         attention_forward_kernel[(num_heads * num_tiles,)](
             p.q, p.k, p.v, out, lse, *p.index_tensors(), *keys.tensors,
-            p.strides(p.q), p.strides(p.k), p.strides(p.v), p.strides(out), p.lse_strides, keys.column_strides,
-            p.alibi_stride_batch, p.nheads, p.group_size, num_heads, p.seqlen_q, p.seqlen_k, num_tiles,
-            heads_per_group(p), p.window, p.scale_log2, p.softcap, p.dropout_threshold, p.keep_scale,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **p.flags(),
+            p.strides(p.q), p.strides(p.k), p.strides(p.v), p.strides(out), p.lse_strides,
+            keys.column_strides, p.alibi_stride_batch, p.nheads, p.group_size, num_heads,
+            p.seqlen_q, p.seqlen_k, num_tiles, heads_per_group(p), p.window, p.scale_log2,
+            p.softcap, p.dropout_threshold, p.keep_scale, BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n, **p.flags(),
             SCALE_IN_EXP=p.softmax_scale > 0 and not p.softcap and p.alibi_slopes is None,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What every launcher needs to know about one call: shapes, strides, flags, and the dropout keys of the call."""
+"""What every launcher needs to know about one call: shapes, strides, flags, dropout keys."""
 
 import contextlib
 from typing import NamedTuple
@@ -11,7 +11,8 @@ from . import tiles
 
 # Windows beyond this see everything; the bound keeps row + shift + window inside int32.
 _MAX_WINDOW = 2**30
-# Keys and values of the heads that run together should stay in the L2 cache (50 MB on H100, 40 MB on A100).
+# Keys and values of the heads that run together should stay in the L2 cache (50 MB on H100, 40 MB
+# on A100).
 _GROUP_BYTES = 16 * 2**20
 _KEYS_BLOCK = 256
 
@@ -20,8 +21,8 @@ class Problem:
     """One attention call, checked by the caller (attention.py).
 
     Dense: q (batch, seqlen_q, nheads, headdim), k and v (batch, seqlen_k, nheads_k, headdim).
-    Packed: q (total_q, nheads, headdim), k and v (total_k, nheads_k, headdim), with cu_seqlens_q, cu_seqlens_k
-    (batch + 1,) int32 and the longest lengths in max_seqlen_q, max_seqlen_k.
+    Packed: q (total_q, nheads, headdim), k and v (total_k, nheads_k, headdim), with cu_seqlens_q,
+    cu_seqlens_k (batch + 1,) int32 and the longest lengths in max_seqlen_q, max_seqlen_k.
     """
 
     def __init__(
@@ -67,7 +68,8 @@ class Problem:
             self.column_shape = (self.batch, self.nheads, self.seqlen_k)
             self.column_strides = (self.nheads * self.seqlen_k, self.seqlen_k)
         self.scale_log2 = softmax_scale * tiles.LOG2E.value
-        # Kept probabilities are scaled by 1 / (1 - p). With p = 1 none is kept, and any finite factor serves.
+        # Kept probabilities are scaled by 1 / (1 - p). With p = 1 none is kept, and any finite
+        # factor serves.
         self.keep_scale = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 1.0
         self.dropout_threshold = max(round(dropout_p * 2**32) - 2**31 - 1, -(2**31))
         self.alibi_stride_batch = (
@@ -114,7 +116,7 @@ class DropoutKeys(NamedTuple):
 
 
 def dropout_keys(problem: Problem) -> DropoutKeys:
-    """Keys of this call's seed, O(batch * nheads * seqlen) memory; the backward makes them again."""
+    """Keys of this call's seed: O(batch * nheads * seqlen) memory, made again in the backward."""
     p = problem
     if p.dropout_p == 0.0:
         return DropoutKeys((None, None, None), (0, 0))

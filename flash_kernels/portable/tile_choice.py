@@ -1,8 +1,9 @@
-"""Tile sizes by kernel, GPU family, head dim and dtype: a table, so that no call waits for a search.
+"""Tile sizes by kernel, GPU family, head dim and dtype: a table, so that no call waits for a
+search.
 
-`scripts/tune_attention.py` measures candidates and checks their numbers; the rows below are its winners where the
-GPU was at hand and fit the shared memory (tests compile them) elsewhere. Nothing here depends on the lengths or
-the batch size.
+`scripts/tune_attention.py` measures candidates and checks their numbers; the rows below are its
+winners where the GPU was at hand and fit the shared memory (tests compile them) elsewhere. Nothing
+here depends on the lengths or the batch size.
 """
 
 import functools

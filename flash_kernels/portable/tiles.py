@@ -1,9 +1,10 @@
-"""Jitted pieces that the forward and the backward share: program order, visible keys, score transform, dropout.
+"""Jitted pieces that the forward and the backward share: program order, visible keys, score
+transform, dropout.
 
-Conventions. `rows` are query positions and `cols` key positions within their sequence, int32, shaped for
-broadcasting ([M, 1] against [1, N] or the transpose), so that every piece works on S and on S^T.
-Scores are kept in base 2: exp2(score * log2(e)) = exp(score). Strides come as tuples (batch, row, head);
-the head dimension has stride 1.
+Conventions. `rows` are query positions and `cols` key positions within their sequence, int32,
+shaped for broadcasting ([M, 1] against [1, N] or the transpose), so that every piece works on S and
+on S^T. Scores are kept in base 2: exp2(score * log2(e)) = exp(score). Strides come as tuples
+(batch, row, head); the head dimension has stride 1.
 """
 
 import triton
@@ -21,7 +22,8 @@ def program_order(num_tiles, num_heads, heads_per_group, REVERSED: tl.constexpr)
     """(head, tile) of this program on a one-dimensional grid (axis 0 alone may exceed 65,535).
 
     Heads come in groups whose keys and values fit the L2 cache; within a group the tile is the slow
-    index, so with REVERSED the longest rows of a causal mask start first and the short ones fill the tail.
+    index, so with REVERSED the longest rows of a causal mask start first and the short ones fill
+    the tail.
     """
     pid = tl.program_id(0)
     group_programs = heads_per_group * num_tiles
@@ -36,7 +38,7 @@ def program_order(num_tiles, num_heads, heads_per_group, REVERSED: tl.constexpr)
 
 @triton.jit
 def sequence_range(cu_seqlens_ptr, batch_index, seqlen, IS_VARLEN: tl.constexpr):
-    """(first packed row as int64, length): read from cu_seqlens, or (0, seqlen) where the batch has a stride."""
+    """(first packed row as int64, length): from cu_seqlens, or (0, seqlen) if dense."""
     if IS_VARLEN:
         first = tl.load(cu_seqlens_ptr + batch_index)
         return first.to(tl.int64), tl.load(cu_seqlens_ptr + batch_index + 1) - first
@@ -46,7 +48,7 @@ def sequence_range(cu_seqlens_ptr, batch_index, seqlen, IS_VARLEN: tl.constexpr)
 
 @triton.jit
 def num_visible_keys(lengths_k_ptr, batch_index, seqlen_k, HAS_LENGTHS: tl.constexpr):
-    """Keys before the padding: min(seqlen_k, lengths_k[batch_index]). Alignment still uses seqlen_k."""
+    """Keys before the padding: min(seqlen_k, lengths_k[batch_index])."""
     if HAS_LENGTHS:
         return tl.minimum(seqlen_k, tl.load(lengths_k_ptr + batch_index).to(tl.int32))
     else:
@@ -57,7 +59,8 @@ def num_visible_keys(lengths_k_ptr, batch_index, seqlen_k, HAS_LENGTHS: tl.const
 def tile_span(begin, end, full_begin, full_end, BLOCK: tl.constexpr):
     """Tiles of BLOCK positions: (first, full_first, full_last, last).
 
-    [first, last) covers positions [begin, end); tiles [full_first, full_last) lie inside [full_begin, full_end).
+    [first, last) covers positions [begin, end); tiles [full_first, full_last) lie inside
+    [full_begin, full_end).
     """
     first = begin // BLOCK
     last = tl.maximum(first, tl.where(end > begin, tl.cdiv(end, BLOCK), first))
@@ -77,9 +80,11 @@ def keys_of_rows(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
 ):
-    """Keys that query rows [row_begin, row_end) see: (begin, end, then the four tile bounds of tile_span).
+    """Keys that query rows [row_begin, row_end) see: (begin, end, then the four tile bounds of
+    tile_span).
 
-    Row i sees keys i + shift - left ... i + shift + right, shift = seqlen_k - seqlen_q (bottom-right alignment).
+    Row i sees keys i + shift - left ... i + shift + right, shift = seqlen_k - seqlen_q
+    (bottom-right alignment).
     """
     window_left, window_right = window
     begin = row_begin * 0
@@ -109,7 +114,7 @@ def rows_of_keys(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
 ):
-    """Query rows that see keys [col_begin, col_end): the four tile bounds of tile_span, last row tile never full."""
+    """Query rows that see keys [col_begin, col_end): the four tile bounds of tile_span."""
     window_left, window_right = window
     begin = col_begin * 0
     full_begin = begin
@@ -158,7 +163,7 @@ def load_tile(
     BLOCK_D: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
 ):
-    """[BLOCK, BLOCK_D] of a matrix with HEADDIM columns; zero outside positions [begin, end) and columns."""
+    """[BLOCK, BLOCK_D] of a matrix with HEADDIM columns; zero outside [begin, end) and columns."""
     if CHECK_ROWS:
         inside = (positions >= begin) & (positions < end)
         if HEADDIM == BLOCK_D:
@@ -183,7 +188,7 @@ def store_tile(ptrs, values, positions, end, dims, HEADDIM: tl.constexpr, BLOCK_
 
 @triton.jit
 def tanh(x, PRECISE: tl.constexpr):
-    """tanh by exp2, which the interpreter has too; PRECISE adds a series near zero, where 1 - e cancels."""
+    """tanh by exp2, which the interpreter has; PRECISE adds a series near 0, where 1 - e cancels."""
     decay = tl.exp2(-2.0 * LOG2E * tl.abs(x))
     value = (1.0 - decay) / (1.0 + decay)
     value = tl.where(x < 0, -value, value)
@@ -231,24 +236,27 @@ def load_alibi_slope(alibi_ptr, alibi_stride_batch, batch_index, head, HAS_ALIBI
 
 @triton.jit
 def dropout_keep(row_keys, row_multipliers, column_keys, threshold):
-    """True where the probability is kept: column_key * row_multiplier + row_key > threshold (int32, wrapping).
+    """True where the probability is kept: column_key * row_multiplier + row_key > threshold (int32,
+    wrapping).
 
-    One multiply-add and one comparison an element. Column keys are distinct and multipliers odd, so the values
-    of a row, and those of a column, are uniform and independent; threshold is round(dropout_p * 2^32) - 2^31 - 1.
+    One multiply-add and one comparison an element. Column keys are distinct and multipliers odd, so
+    the values of a row, and those of a column, are uniform and independent; threshold is
+    round(dropout_p * 2^32) - 2^31 - 1.
     """
     return column_keys * row_multipliers + row_keys > threshold
 
 
 @triton.jit
 def dropout_keys_kernel(
-    seed_ptr, row_keys_ptr, row_multipliers_ptr, column_keys_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    row_strides, column_strides, nheads, seqlen_q, seqlen_k, num_tiles,
+    seed_ptr, row_keys_ptr, row_multipliers_ptr, column_keys_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr, row_strides, column_strides, nheads, seqlen_q, seqlen_k, num_tiles,
     IS_VARLEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Random keys of the dropout mask: int32 arrays laid out like the LSE (rows) and its counterpart for keys.
+    """Random keys of the dropout mask: int32 arrays laid out like the LSE (rows) and its
+    counterpart for keys.
 
-    Row keys are Philox words of (row, batch * nheads + head). Column keys are a bijection of the column, keyed by
-    Philox words of the head, so that no two columns of a head ever share one.
+    Row keys are Philox words of (row, batch * nheads + head). Column keys are a bijection of the
+    column, keyed by Philox words of the head, so that no two columns of a head ever share one.
     """
     pid = tl.program_id(0)
     batch_head = pid // num_tiles

@@ -1,7 +1,9 @@
-"""Compile the attention kernels for GPUs that are not there, and print what they use: run by test_compile.py.
+"""Compile the attention kernels for GPUs that are not there, and print what they use: run by
+test_compile.py.
 
-A process of its own, because TRITON_INTERPRET is read when a kernel is decorated and must not be set here.
-Arguments: JSON list of {kernel, arch, headdim, dtype, options}; prints one JSON object a line.
+A process of its own, because TRITON_INTERPRET is read when a kernel is decorated and must not be
+set here. Arguments: JSON list of {kernel, arch, headdim, dtype, options}; prints one JSON object a
+line.
 """
 
 import json
@@ -31,8 +33,9 @@ _FLOATS = (
 )  # fmt: skip
 # Pointers that only exist with an option.
 _OPTIONAL = {
-    "cu_seqlens_q_ptr": "varlen", "cu_seqlens_k_ptr": "varlen", "lengths_k_ptr": "lengths", "alibi_ptr": "alibi",
-    "row_keys_ptr": "dropout", "row_multipliers_ptr": "dropout", "column_keys_ptr": "dropout", "dlse_ptr": "dlse",
+    "cu_seqlens_q_ptr": "varlen", "cu_seqlens_k_ptr": "varlen", "lengths_k_ptr": "lengths",
+    "alibi_ptr": "alibi", "row_keys_ptr": "dropout", "row_multipliers_ptr": "dropout",
+    "column_keys_ptr": "dropout", "dlse_ptr": "dlse",
 }  # fmt: skip
 
 
@@ -44,7 +47,7 @@ def target_of(arch: str) -> tuple[GPUTarget, str]:
 
 
 def build(kernel: str, arch: str, headdim: int, dtype: str, options: list[str], tile=None):
-    """(compiled kernel, tile) with the table's tile, strides and pointers as ordinary tensors have them."""
+    """(compiled kernel, tile) with the table's tile, aligned pointers and strides."""
     function = _KERNELS[kernel]
     target, family = target_of(arch)
     if kernel == "delta":
@@ -53,10 +56,12 @@ def build(kernel: str, arch: str, headdim: int, dtype: str, options: list[str], 
     constants = {
         "HEADDIM": headdim, "BLOCK_D": max(16, triton.next_power_of_2(headdim)), "GROUP_SIZE": 1,
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
-        "IS_VARLEN": "varlen" in options, "HAS_LENGTHS": "lengths" in options, "HAS_LEFT": "window" in options,
-        "HAS_RIGHT": "causal" in options or "window" in options, "HAS_SOFTCAP": "softcap" in options,
-        "HAS_ALIBI": "alibi" in options, "HAS_DROPOUT": "dropout" in options, "HAS_DLSE": "dlse" in options,
-        "SCALE_IN_EXP": "softcap" not in options and "alibi" not in options, "PRECISE": dtype == "fp32",
+        "IS_VARLEN": "varlen" in options, "HAS_LENGTHS": "lengths" in options,
+        "HAS_LEFT": "window" in options, "HAS_RIGHT": "causal" in options or "window" in options,
+        "HAS_SOFTCAP": "softcap" in options, "HAS_ALIBI": "alibi" in options,
+        "HAS_DROPOUT": "dropout" in options, "HAS_DLSE": "dlse" in options,
+        "SCALE_IN_EXP": "softcap" not in options and "alibi" not in options,
+        "PRECISE": dtype == "fp32",
     }  # fmt: skip
     signature, constexprs, attributes = {}, {}, {}
     for index, name in enumerate(function.arg_names):

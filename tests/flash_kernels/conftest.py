@@ -1,4 +1,4 @@
-"""Faster interpreter: Triton patches its language modules again at every nested jitted call; once a launch is enough."""
+"""Faster interpreter: Triton patches its language at every nested jitted call; once is enough."""
 
 import pytest
 import triton.language as tl

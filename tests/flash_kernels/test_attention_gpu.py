@@ -1,4 +1,4 @@
-"""On a GPU (`pytest -m gpu tests/flash_kernels`): compiled kernels, bf16, long sequences, races, torch.compile."""
+"""On a GPU (`pytest -m gpu tests/flash_kernels`): compiled kernels, bf16, races, long rows."""
 
 import pytest
 import torch
@@ -92,7 +92,8 @@ def test_more_than_2_to_the_31_elements():
 
 
 def test_dropout_mask_of_a_long_row_equals_the_reference():
-    # v = identity columns would need seqlen = headdim; sum v = 1 instead counts the kept keys of each row.
+    # v = identity columns would need seqlen = headdim; sum v = 1 instead counts the kept keys of
+    # each row.
     q = torch.zeros(1, 256, 2, 64, dtype=torch.float16, device="cuda")
     k = torch.zeros(1, 65536, 2, 64, dtype=torch.float16, device="cuda")
     v = torch.ones_like(k)
