@@ -188,7 +188,7 @@ def store_tile(ptrs, values, positions, end, dims, HEADDIM: tl.constexpr, BLOCK_
 
 @triton.jit
 def tanh(x, PRECISE: tl.constexpr):
-    """tanh by exp2, which the interpreter has; PRECISE adds a series near 0, where 1 - e cancels."""
+    """tanh by exp2, which the interpreter has; PRECISE adds a series near 0."""
     decay = tl.exp2(-2.0 * LOG2E * tl.abs(x))
     value = (1.0 - decay) / (1.0 + decay)
     value = tl.where(x < 0, -value, value)
