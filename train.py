@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from model.checkpoint import AtomicCheckpointIO, Checkpoints
 from model.generation import generate
-from model.hf import load_gpt2
+from model.hf import load_into
 from model.run import plan_run, record_run
 from model.task import step_seed
 
@@ -44,6 +44,8 @@ def main(cfg: DictConfig) -> float:
             record_run(run, OmegaConf.to_yaml(cfg, resolve=True))
         loggers = [instantiate(node) for node in (cfg.logger or {}).values()]
         trainer.loggers = [logger for logger in loggers if logger is not None]
+        for logger in trainer.loggers:
+            logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
     say(f"run folder: {run.folder}")
     try:
         trainer.fit(task, data, ckpt_path=run.ckpt_path, weights_only=True)
@@ -115,8 +117,7 @@ def build(cfg: DictConfig):
     task = instantiate(cfg.task)
     task.micro_batch(per_step // trainer.world_size, data.seqlen)
     if cfg.init_from is not None and run.ckpt_path is None:
-        source = load_gpt2(cfg.init_from, max_seqlen=cfg.model.max_seqlen)
-        task.model.load_state_dict(source.state_dict())
+        load_into(task.model, cfg.init_from)
     return cfg, run, data, task, trainer
 
 
@@ -129,8 +130,8 @@ def report(cfg: DictConfig, run, data, task, trainer: Trainer) -> float:
     if cfg.sample_prompt and rank_zero_only.rank == 0 and trainer.world_size == 1:
         model = task.model.eval()
         ids = torch.tensor([data.tokenizer.encode(cfg.sample_prompt)], device=task.device)
-        generator = torch.Generator(task.device).manual_seed(cfg.seed)
-        ids = generate(model, ids, cfg.sample_tokens, temperature=0.8, top_k=50, generator=generator)
+        rng = torch.Generator(task.device).manual_seed(cfg.seed)
+        ids = generate(model, ids, cfg.sample_tokens, temperature=0.8, top_k=50, generator=rng)
         say(f"sample: {data.tokenizer.decode(ids[0].tolist())}")
     say(f"run: {run.folder}  (python -m scripts.generate run={run.folder.name} prompt='...')")
     return loss

@@ -15,6 +15,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
 from model.loggers import CsvLogger
 
 # Dense bf16 peak of a device, TFLOP/s, from the vendors' data sheets (SXM parts).

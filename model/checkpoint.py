@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from model.gpt import GPT
+from model.hf import strip_prefixes
 
 MANIFEST = "manifest.json"
 
@@ -43,7 +44,7 @@ class _HashingFile:
 
 
 def _write_atomically(path: Path, write: Callable) -> None:
-    """Call write(file) on a temporary neighbour of `path`, force it to disk, rename it to `path`."""
+    """Call write(file) on a temporary neighbour of `path`, flush it to disk, rename it."""
     part = path.with_name(path.name + ".part")
     try:
         with part.open("wb") as file:
@@ -151,13 +152,7 @@ def load_run(
     config = checkpoint["model_config"]
     options = {} if attention is None else {"attention": attention}
     model = GPT(**config, **options)
-    prefix = "model."
-    weights = {
-        key.removeprefix(prefix): value
-        for key, value in checkpoint["state_dict"].items()
-        if key.startswith(prefix)
-    }
-    model.load_state_dict(weights)
+    model.load_state_dict(strip_prefixes(checkpoint["state_dict"]))
     return model.to(device).eval(), config
 
 

@@ -24,7 +24,8 @@ class CsvLogger(Logger):
     def __init__(self, *, save_dir: str):
         super().__init__()
         self.path = Path(save_dir) / "metrics.csv"
-        self._rows: dict[int, dict] = {}
+        self._rows: dict[int, dict] = {}  # logged and not yet in the file
+        self._last: tuple[dict, int] | None = None  # the row at the end of the file, its offset
 
     name = property(lambda self: "csv")
     version = property(lambda self: "")
@@ -38,6 +39,8 @@ class CsvLogger(Logger):
         unknown = sorted(set(metrics) - set(COLUMNS))
         if unknown:
             raise ValueError(f"metrics.csv has no column for {unknown}; add them to COLUMNS")
+        if step not in self._rows and self._last and self._last[0]["step"] == step:
+            self._rows[step] = dict(self._last[0])  # save() writes this row again, complete
         self._rows.setdefault(step, {"step": step}).update(metrics)
 
     @rank_zero_only
@@ -58,13 +61,16 @@ class CsvLogger(Logger):
     def save(self) -> None:
         if not self._rows:
             return
-        new = not self.path.exists()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
-            if new:
+            if file.tell() == 0:
                 writer.writeheader()
-            for _, row in sorted(self._rows.items()):
+            for step, row in sorted(self._rows.items()):
+                if self._last and self._last[0]["step"] == step:
+                    file.truncate(self._last[1])
+                file.seek(0, os.SEEK_END)
+                self._last = (row, file.tell())
                 writer.writerow({key: _text(value) for key, value in row.items()})
         self._rows.clear()
 
@@ -82,10 +88,17 @@ class PatientWandbLogger(WandbLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict, step: int | None = None) -> None:
+        self._try(f"the metrics of step {step}", super().log_metrics, metrics, step)
+
+    @rank_zero_only
+    def log_hyperparams(self, params, *args, **kwargs) -> None:
+        self._try("the configuration", super().log_hyperparams, params)
+
+    def _try(self, what: str, log, *args) -> None:
         try:
-            super().log_metrics(metrics, step)
+            log(*args)
         except Exception as error:  # any fault of the service: the CSV still has every row
-            warnings.warn(f"W&B did not take the metrics of step {step}: {error}", stacklevel=2)
+            warnings.warn(f"W&B did not take {what}: {error}", stacklevel=3)
 
 
 def wandb_logger(
@@ -99,7 +112,6 @@ def wandb_logger(
     tags: list[str] | None = None,
     mode: str = "auto",
     init_timeout_s: int = 60,
-    config: dict | None = None,
 ) -> Logger | None:
     """A W&B logger that continues run `run_id`; offline where W&B cannot be reached.
 
@@ -108,7 +120,6 @@ def wandb_logger(
         run_id: the same id after a resume continues the same W&B run.
         mode: "auto" (online, else offline), "online" (fail if W&B cannot be reached), "offline".
         init_timeout_s: how long to wait for the service, in seconds.
-        config: the resolved configuration of the run.
 
     Returns:
         The logger, or None on ranks other than 0 and where not even offline mode starts (with a
@@ -129,7 +140,6 @@ def wandb_logger(
             entity=entity,
             group=group,
             tags=tags,
-            config=config,
             mode=wandb_mode,
             resume=None if wandb_mode == "offline" else "allow",
             settings=wandb.Settings(init_timeout=init_timeout_s, console="off"),

@@ -19,7 +19,7 @@ RECORDED_PACKAGES = "flashtrain torch triton lightning numpy datasets tiktoken w
 
 @dataclass(frozen=True)
 class Run:
-    """A run: its folder, the id by which W&B knows it, the checkpoint to continue from (or None)."""
+    """A run: its folder, its id for W&B, the checkpoint to continue from (or None)."""
 
     folder: Path
     run_id: str

@@ -1,4 +1,4 @@
-"""Lightning modules: what one optimizer step does, whatever the number of micro-batches or processes.
+"""Lightning modules: what one optimizer step does, in any number of micro-batches and processes.
 
 One batch from the loader is the whole optimizer step of this rank. The task splits it, sums the
 token losses of every piece and divides once by the number of labelled tokens in the *global* batch,
@@ -86,7 +86,7 @@ class CausalLMTask(LightningModule):
         self.grad_clip = grad_clip
         self.micro_batch_tokens = micro_batch_tokens
         self.seed = seed
-        # Positional shapes never change during a run: a new one is a bug, not a reason to recompile.
+        # Shapes do not change during a run: dynamic=False keeps the kernels specialized to them.
         self._loss = torch.compile(self._plain_loss, dynamic=False) if compile else self._plain_loss
         self._val_sums: Tensor | None = None
         self.validated_step = -1  # global_step of the last validation

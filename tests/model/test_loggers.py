@@ -17,10 +17,12 @@ def test_csv_has_one_row_a_step_and_merges_its_metrics(tmp_path):
     logger.log_metrics({"val/loss": 3.0}, step=1)
     logger.log_metrics({"train/loss": 2.25}, step=2)
     logger.save()
+    logger.log_metrics({"val/loss": 4.0}, step=2)  # validation ends after its step was written
+    logger.save()
     rows = read(tmp_path / "metrics.csv")
     assert [row["step"] for row in rows] == ["1", "2"]
     assert rows[0]["train/loss"] == "2.5" and rows[0]["val/loss"] == "3"
-    assert rows[1]["val/loss"] == ""
+    assert rows[1]["train/loss"] == "2.25" and rows[1]["val/loss"] == "4"
 
 
 def test_csv_goes_on_below_the_resumed_step(tmp_path):
@@ -44,7 +46,8 @@ def test_wandb_without_an_account_logs_offline(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    logger = wandb_logger(save_dir=str(tmp_path), run_id="run-1", name="run", config={"seed": 1})
+    logger = wandb_logger(save_dir=str(tmp_path), run_id="run-1", name="run")
+    logger.log_hyperparams({"seed": 1})
     logger.log_metrics({"train/loss": 1.0}, step=1)
     logger.experiment.finish()
     assert logger.experiment.id == "run-1"

@@ -1,0 +1,110 @@
+"""Every configuration composes and builds, small and on CPU; a wrong one says what to do."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+import train
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+PAPER = {  # experiment: (depth, dim, nheads, seqlen, peak lr), PAPER table 4 and the GPT-2 recipe
+    "gpt2_1k": (12, 768, 12, 1024, 6e-4),
+    "gpt2_2k": (12, 768, 12, 2048, 6e-4),
+    "gpt2_4k": (12, 768, 12, 4096, 6e-4),
+    "gpt2_8k": (12, 768, 12, 8192, 6e-4),
+    "gpt2_16k": (12, 768, 12, 16384, 6e-4),
+    "gpt2_medium_1k": (24, 1024, 16, 1024, 1.5e-4),
+}
+
+
+def composed(*overrides):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose("train", list(overrides))
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("Call me Ishmael. Some years ago, never mind how long precisely.\n" * 40)
+    return path
+
+
+def small(tmp_path, text, *overrides):
+    return composed(
+        "trainer=cpu",
+        "model.depth=1",
+        "model.dim=16",
+        "model.nheads=2",
+        f"data.source={text}",
+        f"data.root={tmp_path}/data",
+        f"runs_root={tmp_path}/runs",
+        *overrides,
+    )
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_experiment_builds(experiment, tmp_path, text):
+    cfg, run, data, task, trainer = train.build(
+        small(tmp_path, text, f"experiment={experiment}", "trainer=cpu")
+    )
+    assert run.folder == tmp_path / "runs" / experiment
+    assert task.model.max_seqlen == data.seqlen
+    assert not run.folder.exists(), "building writes nothing"
+
+
+@pytest.mark.parametrize("experiment", PAPER)
+def test_experiment_states_the_recipe_of_the_paper(experiment):
+    cfg = composed(f"experiment={experiment}")
+    model = cfg.model
+    shape = (model.depth, model.dim, model.nheads, cfg.data.seqlen, cfg.optimizer.lr)
+    assert shape == PAPER[experiment]
+    assert cfg.data.batch_tokens == 524_288  # 512 sequences of 1,024
+    assert cfg.trainer.max_steps == 400_000 and cfg.task.warmup_fraction == 0.01
+    assert cfg.optimizer.weight_decay == 0.1 and cfg.task.grad_clip == 1.0
+    assert model.inverse_layer_scale and cfg.seed == 1111
+
+
+def choices(group):
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"{group}={choice}"
+        for group in ("model", "attention", "optimizer", "trainer", "logger", "callbacks", "debug")
+        for choice in choices(group)
+    ],
+)
+def test_every_choice_of_a_group_composes_and_fits_its_signature(override):
+    train.check_options(composed(override))
+
+
+def test_later_overrides_win():
+    cfg = composed("experiment=gpt2_4k", "debug=fast", "trainer.max_steps=7")
+    assert (cfg.trainer.max_steps, cfg.data.seqlen, cfg.model.dim) == (7, 128, 128)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["+model.width=3"], "model.width is unknown; GPT has .*dim"),
+        (["optimizer.lr=fast"], "optimizer.lr must be float, got 'fast'"),
+        (["model.depth=1.5"], "model.depth must be int, got 1.5"),
+        (["data.batch_tokens=1000"], "batch_tokens"),
+        (["model.max_seqlen=64"], "data.seqlen=256 is longer than the 64 positions"),
+        (["data.source=missing.txt"], "missing.txt"),
+        (["attention=flash"], "needs a GPU; use attention=sdpa"),
+        (["model.nheads=3"], "dim .16. must be a multiple of nheads .3."),
+        (["task.micro_batch_tokens=768"], "must divide into micro-batches of 3"),
+        (["resume=always"], "resume must be null or auto, got 'always'"),
+        (["+model.vocab_size=100"], "model.vocab_size=100 must be at least 50257"),
+    ],
+)
+def test_wrong_configuration_says_what_to_do_in_one_line(overrides, message, tmp_path, text):
+    with pytest.raises(SystemExit, match=message) as stop:
+        with train.one_line_errors(train.BUILD_ERRORS):
+            train.build(small(tmp_path, text, *overrides))
+    assert "\n" not in str(stop.value) and str(stop.value).startswith("error: ")
