@@ -164,7 +164,7 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | N
 def _forward_flops(
     q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right
 ) -> int:
-    """4 * headdim a visible pair (FlashAttention-2's convention), exact where lengths are at hand."""
+    """4 * headdim a visible pair (FlashAttention-2's convention)."""
     if cu_seqlens_q is None:
         pairs = q.shape[0] * visible_pairs(q.shape[1], k.shape[1], left, right)
     elif type(cu_seqlens_q) is Tensor and cu_seqlens_q.device.type != "meta":

@@ -188,13 +188,17 @@ def dk_dv_kernel(
     in_tile = tl.arange(0, BLOCK_M).to(tl.int64)
     k_ptr += batch_64 * k_strides[0] + head_k_64 * k_strides[2]
     v_ptr += batch_64 * v_strides[0] + head_k_64 * v_strides[2]
+    # Keys that no query sees are not even loaded, whatever they hold.
+    begin, end, _, _, _, _ = tiles.keys_of_rows(
+        0, seqlen_q, shift, keys_end, window, BLOCK_N, HAS_LEFT, HAS_RIGHT
+    )
     k = tiles.load_tile(
         k_ptr + packed_cols[:, None] * k_strides[1] + dims[None, :],
-        cols, 0, keys_end, dims, HEADDIM, BLOCK_D, True,
+        cols, begin, end, dims, HEADDIM, BLOCK_D, True,
     )  # fmt: skip
     v = tiles.load_tile(
         v_ptr + packed_cols[:, None] * v_strides[1] + dims[None, :],
-        cols, 0, keys_end, dims, HEADDIM, BLOCK_D, True,
+        cols, begin, end, dims, HEADDIM, BLOCK_D, True,
     )  # fmt: skip
     first, full_first, full_last, last = tiles.rows_of_keys(
         col_begin, tl.minimum(col_begin + BLOCK_N, keys_end), shift, seqlen_q, window, BLOCK_M,
@@ -246,9 +250,8 @@ def dk_dv_kernel(
                 MASKED=False,
             )  # fmt: skip
 
-    # Keys behind keys_end are padding: their gradient is zero whatever their rows of the
-    # accumulators hold.
-    is_key = (cols < keys_end)[:, None]
+    # The rows of the accumulators that belong to unseen keys hold anything; their gradient is zero.
+    is_key = ((cols >= begin) & (cols < end))[:, None]
     dk = tl.where(is_key, dk * (softmax_scale * keep_scale), 0.0)
     dv = tl.where(is_key, dv * keep_scale, 0.0)
     dk_ptr += batch_64 * dk_strides[0] + head_k_64 * dk_strides[2]

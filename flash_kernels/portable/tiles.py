@@ -87,7 +87,7 @@ def keys_of_rows(
     (bottom-right alignment).
     """
     window_left, window_right = window
-    begin = row_begin * 0
+    begin = keys_end * 0
     full_begin = begin
     end = keys_end
     full_end = keys_end
@@ -116,7 +116,7 @@ def rows_of_keys(
 ):
     """Query rows that see keys [col_begin, col_end): the four tile bounds of tile_span."""
     window_left, window_right = window
-    begin = col_begin * 0
+    begin = seqlen_q * 0
     full_begin = begin
     end = seqlen_q
     full_end = seqlen_q

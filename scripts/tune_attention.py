@@ -1,0 +1,265 @@
+"""Time tile candidates of the portable attention kernels on this GPU: python -m
+scripts.tune_attention --help
+
+Every candidate is compiled and checked against the reference in a worker process (a wrong or
+crashing one costs nothing else), then the survivors are timed in turns, at full size, on rotated
+inputs. The winners go by hand into flash_kernels/portable/tile_choice.py.
+"""
+
+import argparse
+import concurrent.futures
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from flash_kernels import reference, testing
+from flash_kernels.portable import attention_backward as backward
+from flash_kernels.portable import attention_forward as forward
+from flash_kernels.portable.launch import Problem, dropout_keys
+from flash_kernels.portable.tile_choice import Tile, table_tile
+
+# (block_m query rows, block_n keys, num_warps, num_stages)
+CANDIDATES = {
+    ("forward", 64): [
+        (128, 128, 4, 3), (128, 128, 4, 2), (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3),
+        (128, 64, 4, 4), (128, 64, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4), (256,
+        64, 8, 3), (128, 64, 8, 3),
+    ],
+    ("forward", 128): [
+        (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 4, 3),
+        (128, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2), (128, 32, 4, 4),
+    ],
+    ("dk_dv", 64): [
+        (64, 128, 8, 3), (64, 128, 8, 2), (64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (32,
+        128, 4, 3), (32, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 8, 3), (32, 64, 4,
+        3), (128, 64, 4, 2),
+    ],
+    ("dk_dv", 128): [
+        (64, 128, 8, 2), (32, 128, 8, 2), (32, 128, 8, 3), (64, 64, 8, 2), (64, 64, 8, 3), (64, 64,
+        4, 2), (32, 64, 4, 3), (64, 128, 8, 3), (128, 64, 8, 2), (64, 128, 8, 1),
+    ],
+    ("dq", 64): [
+        (128, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 4), (64,
+        128, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 4, 3), (64, 32, 4, 4),
+    ],
+    ("dq", 128): [
+        (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 2), (128,
+        32, 8, 3), (128, 32, 4, 3), (128, 128, 8, 1), (64, 32, 4, 3),
+    ],
+}  # fmt: skip
+_MATMULS = {"forward": 2, "dk_dv": 4, "dq": 3}
+_SEED = 2**45 + 3
+
+
+def make_problem(batch, seqlen_q, seqlen_k, headdim, causal, dropout_p, dtype, seed=0) -> Problem:
+    q, k, v = testing.make_qkv(
+        batch, seqlen_q, seqlen_k, 2048 // headdim, headdim, dtype=dtype, device="cuda", seed=seed
+    )
+    return Problem(
+        q.detach(),
+        k.detach(),
+        v.detach(),
+        softmax_scale=headdim**-0.5,
+        window_right=0 if causal else None,
+        dropout_p=dropout_p,
+        dropout_seed=torch.full((1,), _SEED, device="cuda") if dropout_p else None,
+    )
+
+
+class Call:
+    """One kernel on one problem, what it needs made beforehand; `run(tile)` returns its outputs."""
+
+    def __init__(self, kernel: str, problem: Problem):
+        self.kernel, self.problem = kernel, problem
+        if kernel == "forward":
+            return
+        self.dout = torch.randn_like(problem.q)
+        out, lse = forward.attention_forward(problem)
+        self.delta, self.lse_log2 = backward.compute_delta(problem, self.dout, None, out, lse)
+        self.keys = dropout_keys(problem)
+        self.outputs = [torch.empty_like(problem.q) for _ in range(1 if kernel == "dq" else 2)]
+        if kernel == "dk_dv":
+            self.outputs = [torch.empty_like(problem.k), torch.empty_like(problem.v)]
+
+    def run(self, tile: Tile) -> list[torch.Tensor]:
+        if self.kernel == "forward":
+            return list(forward.attention_forward(self.problem, tile))
+        launch = backward.launch_dq if self.kernel == "dq" else backward.launch_dk_dv
+        launch(self.problem, self.dout, self.lse_log2, self.delta, self.keys, *self.outputs, tile)
+        return self.outputs
+
+
+def expected(call: Call, dtype) -> list[torch.Tensor]:
+    """Outputs of the call by the reference in `dtype`."""
+    p = call.problem
+    leaves = [t.to(dtype).requires_grad_() for t in (p.q, p.k, p.v)]
+    out, lse = reference.flash_attention(
+        *leaves, causal=p.has_right, dropout_p=p.dropout_p, dropout_seed=p.dropout_seed,
+        return_lse=True,
+    )  # fmt: skip
+    if call.kernel == "forward":
+        return [out, lse]
+    gradients = torch.autograd.grad(out, leaves, call.dout.to(dtype))
+    return [gradients[0]] if call.kernel == "dq" else list(gradients[1:])
+
+
+def check(job) -> str:
+    """Compile and check one candidate on a small odd problem: "" or what is wrong."""
+    kernel, headdim, causal, dropout_p, dtype, tile = job
+    try:
+        torch.manual_seed(0)
+        call = Call(kernel, make_problem(2, 459, 523, headdim, causal, dropout_p, dtype))
+        truth, plain = expected(call, torch.float64), expected(call, dtype)
+        first = [t.clone() for t in call.run(Tile(*tile))]
+        for name, ours, plain_i, truth_i in zip("ab", first, plain, truth, strict=False):
+            testing.check_budget(name, ours, plain_i, truth_i, 2 * torch.finfo(ours.dtype).eps)
+        for _ in range(20):
+            if not all(
+                torch.equal(a, b) for a, b in zip(first, call.run(Tile(*tile)), strict=True)
+            ):
+                return "runs differ"
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".replace("\n", " ")[:200]
+    return ""
+
+
+def check_all(jobs: list, workers: int) -> dict:
+    """job -> what is wrong. A lost CUDA context spoils its worker: such failures are tried again."""
+    context = multiprocessing.get_context("spawn")
+    results = {}
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        futures = {pool.submit(check, job): job for job in jobs}
+        done = concurrent.futures.as_completed(futures)
+        for future in track(done, "compile and check", total=len(jobs)):
+            try:
+                results[futures[future]] = future.result()
+            except concurrent.futures.process.BrokenProcessPool:
+                results[futures[future]] = "CUDA error: worker died"
+    for job, wrong in results.items():
+        if "CUDA error" in wrong or "illegal" in wrong:
+            with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+                try:
+                    results[job] = pool.submit(check, job).result()
+                except concurrent.futures.process.BrokenProcessPool:
+                    results[job] = "worker died"
+    return results
+
+
+def time_candidates(calls: list[Call], tiles: list[Tile], repeats: int) -> dict[Tile, float]:
+    """Median milliseconds of each tile, in turns, the inputs rotated."""
+    times = {tile: [] for tile in tiles}
+    for tile in tiles:
+        for call in calls:
+            call.run(tile)
+    for repeat in range(repeats):
+        call = calls[repeat % len(calls)]
+        for tile in tiles:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call.run(tile)
+            end.record()
+            times[tile].append((start, end))
+    torch.cuda.synchronize()
+    return {tile: statistics.median(a.elapsed_time(b) for a, b in times[tile]) for tile in tiles}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--headdims", type=int, nargs="+", default=[64, 128], choices=[64, 128])
+    parser.add_argument("--kernels", nargs="+", default=["forward", "dk_dv", "dq"])
+    parser.add_argument("--causal", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1])
+    parser.add_argument("--seqlen", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=16384, help="batch x seqlen")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    parser.add_argument("--repeats", type=int, default=24)
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--top", type=int, default=4, help="rows shown per case")
+    parser.add_argument("--output", type=Path, default=Path("outputs/tune_attention.json"))
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            "tune_attention needs a GPU, none is visible: run it where the kernels will run"
+        )
+    started = time.perf_counter()
+    dtype = getattr(torch, args.dtype)
+    cases = list(
+        itertools.product(args.kernels, args.headdims, map(bool, args.causal), args.dropout)
+    )
+    jobs = [(*case, dtype, tile) for case in cases for tile in CANDIDATES[case[:2]]]
+    wrong = check_all(jobs, args.workers)
+
+    rows = []
+    for case in track(cases, "time"):
+        kernel, headdim, causal, dropout_p = case
+        shape = (
+            args.tokens // args.seqlen,
+            args.seqlen,
+            args.seqlen,
+            headdim,
+            causal,
+            dropout_p,
+            dtype,
+        )
+        calls = [Call(kernel, make_problem(*shape, seed=seed)) for seed in range(3)]
+        good = [Tile(*tile) for tile in CANDIDATES[case[:2]] if not wrong[(*case, dtype, tile)]]
+        flops = _MATMULS[kernel] * 2 * args.tokens * args.seqlen * 2048 * (0.5 if causal else 1.0)
+        times = time_candidates(calls, good, args.repeats) if good else {}
+        for tile in CANDIDATES[case[:2]]:
+            ms = times.get(Tile(*tile))
+            row = dict(
+                kernel=kernel, headdim=headdim, causal=causal, dropout_p=dropout_p, tile=tile, ms=ms
+            )
+            row["tflops"] = None if ms is None else round(flops / ms / 1e9, 1)
+            row["wrong"] = wrong[(*case, dtype, tile)]
+            rows.append(row)
+        del calls
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    record = dict(
+        name="tune_attention", hardware=torch.cuda.get_device_name(), torch=torch.__version__,
+        seqlen=args.seqlen, tokens=args.tokens, dtype=args.dtype,
+        seconds=round(time.perf_counter() - started, 1), rows=rows,
+    )  # fmt: skip
+    args.output.write_text(json.dumps(record, indent=1))
+
+    family = "hopper" if torch.cuda.get_device_capability() == (9, 0) else "ampere"
+    table = Table(
+        "kernel",
+        "headdim",
+        "causal",
+        "dropout",
+        "block_m, block_n, warps, stages: TFLOP/s",
+        "default",
+    )
+    for case in cases:
+        timed = [
+            r for r in rows if (r["kernel"], r["headdim"], r["causal"], r["dropout_p"]) == case
+        ]
+        ranked = sorted((r for r in timed if r["ms"]), key=lambda r: r["ms"])
+        default = tuple(table_tile(case[0], family, case[1], dtype))
+        now = next((f"{r['tflops']}" for r in timed if tuple(r["tile"]) == default), "-")
+        best = "   ".join(f"{r['tile']}: {r['tflops']}" for r in ranked[: args.top])
+        table.add_row(case[0], str(case[1]), str(case[2]), str(case[3]), best, now)
+    console = Console(width=200)
+    for row in rows:
+        if row["wrong"]:
+            case = [row[c] for c in ("kernel", "headdim", "causal", "dropout_p", "tile")]
+            console.print(f"rejected {case}: {row['wrong']}", highlight=False)
+    console.print(table)
+    console.print(f"{record['seconds']} s, written to {args.output}")
+
+
+if __name__ == "__main__":
+    main()
