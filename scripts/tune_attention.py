@@ -134,7 +134,7 @@ def check(job) -> str:
 
 
 def check_all(jobs: list, workers: int) -> dict:
-    """job -> what is wrong. A lost CUDA context spoils its worker: such failures are tried again."""
+    """job -> what is wrong. A lost CUDA context spoils its worker: such jobs run again."""
     context = multiprocessing.get_context("spawn")
     results = {}
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:

@@ -1,0 +1,347 @@
+"""Attention speed and memory, all rivals side by side: python -m scripts.benchmark_attention --help
+
+Suites: speed (D64 x 32 heads, D128 x 16 heads, 16,384 tokens), dropout (what dropout costs), packed
+(varlen against dense), paper (arXiv 2205.14135, appendix E.6: batch 16, 8 heads, D64, fp16, dropout
+0.1, padding of up to 20 keys; memory without dropout and padding). Within a case the
+implementations take turns, on rotated inputs, and a time is a median of CUDA events. FLOPs: forward
+4 * batch * nheads * seqlen^2 * headdim, half of it causal, backward 2.5 times.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from flash_kernels import flash_attention, flash_attention_varlen
+
+SUITES = ("speed", "dropout", "packed", "paper")
+_MEASURED_MS = 150.0  # time spent on one cell
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    batch: int
+    nheads: int
+    headdim: int
+    seqlen: int
+    causal: bool
+    dropout_p: float = 0.0
+    dtype: str = "bfloat16"
+    padded: bool = False  # the last up to 20 keys of each sequence are padding
+    packed: bool = False
+
+    def flops(self, direction: str) -> float:
+        forward = 4.0 * self.batch * self.nheads * self.seqlen**2 * self.headdim
+        return forward * (0.5 if self.causal else 1.0) * (2.5 if direction == "backward" else 1.0)
+
+
+def cases_of(suite: str, quick: bool) -> list[tuple[Case, list[str]]]:
+    """Cases and the implementations that each runs."""
+    seqlens = (1024, 4096) if quick else (1024, 2048, 4096, 16384)
+    shapes = ((32, 64), (16, 128))
+    grid = [
+        Case(16384 // seqlen, nheads, headdim, seqlen, causal)
+        for nheads, headdim in shapes
+        for causal in (True, False)
+        for seqlen in seqlens
+    ]
+    if suite == "speed":
+        rivals = ["sdpa_flash2", "sdpa_cudnn", "flex"]
+        return [
+            (case, ["flash_portable", *rivals] + ["sdpa_math"] * (case.seqlen <= 4096))
+            for case in grid
+        ]
+    if suite == "dropout":
+        return [
+            (dataclasses.replace(case, dropout_p=dropout_p), ["flash_portable", "sdpa_flash2"])
+            for case in grid
+            for dropout_p in (0.0, 0.1)
+        ]
+    if suite == "packed":
+        return [
+            (dataclasses.replace(case, packed=packed), ["flash_portable"])
+            for case in grid
+            for packed in (False, True)
+        ]
+    longest = 4096 if quick else 65536
+    cases = []
+    for seqlen in (2**i for i in range(7, 17) if 2**i <= longest):
+        implementations = ["flash_portable", "sdpa_flash2"] + ["sdpa_math"] * (seqlen <= 4096)
+        cases.append(
+            (Case(16, 8, 64, seqlen, False, 0.1, "float16", padded=True), ["flash_portable"])
+        )
+        cases.append((Case(16, 8, 64, seqlen, False, 0.0, "float16"), implementations))
+    return cases
+
+
+def make_forward(
+    impl: str, case: Case, seed: int
+) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
+    """(function that computes the output, its inputs that need gradients)."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shape = (case.batch, case.seqlen, case.nheads, case.headdim)
+    leaves = [
+        torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, case.dtype))
+        for _ in range(3)
+    ]
+    if case.packed:
+        leaves = [t.flatten(0, 1) for t in leaves]
+    leaves = [t.requires_grad_() for t in leaves]
+    q, k, v = leaves
+    if impl == "flash_portable":
+        options = dict(causal=case.causal, dropout_p=case.dropout_p, kernel="portable")
+        if case.packed:
+            steps = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda") * case.seqlen
+            options.update(cu_seqlens_q=steps, cu_seqlens_k=steps)
+            options.update(max_seqlen_q=case.seqlen, max_seqlen_k=case.seqlen)
+            return (lambda: flash_attention_varlen(q, k, v, **options)), leaves
+        if case.padded:
+            options["lengths_k"] = torch.randint(
+                case.seqlen - 20, case.seqlen + 1, (case.batch,), generator=generator, device="cuda"
+            )
+        return (lambda: flash_attention(q, k, v, **options)), leaves
+    heads_first = [t.transpose(1, 2) for t in leaves]
+    if impl == "flex":
+        block_mask = None
+        if case.causal:
+            block_mask = create_block_mask(
+                lambda b, h, i, j: i >= j, None, None, case.seqlen, case.seqlen, device="cuda"
+            )
+        return (lambda: _compiled_flex()(*heads_first, block_mask=block_mask)), leaves
+    backend = {
+        "sdpa_flash2": SDPBackend.FLASH_ATTENTION,
+        "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+        "sdpa_math": SDPBackend.MATH,
+    }[impl]
+
+    def sdpa():
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(
+                *heads_first, dropout_p=case.dropout_p, is_causal=case.causal
+            )
+
+    return sdpa, leaves
+
+
+_flex = None
+
+
+def _compiled_flex():
+    global _flex
+    if _flex is None:
+        _flex = torch.compile(flex_attention, dynamic=False)
+    return _flex
+
+
+class Contender:
+    """One implementation on one case: two sets of inputs, and what to run in each direction."""
+
+    def __init__(self, impl: str, case: Case):
+        self.impl = impl
+        self.sets = []
+        for seed in range(2):
+            function, leaves = make_forward(impl, case, seed)
+            out = function()
+            self.sets.append((function, leaves, out, torch.randn_like(out)))
+
+    def run(self, direction: str, turn: int) -> None:
+        function, leaves, out, dout = self.sets[turn % 2]
+        if direction == "forward":
+            function()
+        else:
+            torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def measure(case: Case, implementations: list[str]) -> list[dict]:
+    """Rows of the record: one per implementation and direction; ms is None where it cannot run."""
+    contenders, failures = [], {}
+    for impl in implementations:
+        try:
+            contender = Contender(impl, case)
+            for direction in ("forward", "backward"):
+                contender.run(direction, 0)
+            contenders.append(contender)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            failures[impl] = str(error).splitlines()[0][:120]
+    rows = []
+    for direction in ("forward", "backward"):
+        times = {c.impl: [] for c in contenders}
+        repeats = 8
+        for turn in range(1000):
+            if turn == 5 and contenders:  # after a few turns: as many as fit the time
+                torch.cuda.synchronize()
+                slowest = max(a.elapsed_time(b) for a, b in times[contenders[0].impl])
+                repeats = int(min(200, max(8, _MEASURED_MS / max(slowest, 1e-3))))
+            if turn >= repeats or not contenders:
+                break
+            for contender in contenders:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                contender.run(direction, turn)
+                end.record()
+                times[contender.impl].append((start, end))
+        torch.cuda.synchronize()
+        for impl in implementations:
+            ms = None
+            if impl in times:
+                ms = statistics.median(a.elapsed_time(b) for a, b in times[impl][2:])
+            rows.append(
+                dict(
+                    impl=impl, **dataclasses.asdict(case), nheads_k=case.nheads,
+                    direction=direction, ms=ms,
+                    tflops=None if ms is None else case.flops(direction) / ms / 1e9,
+                    failure=failures.get(impl),
+                )
+            )  # fmt: skip
+    return rows
+
+
+def peak_gib(case: Case, impl: str) -> float | None:
+    """Peak memory of one forward and backward, inputs and gradients included."""
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        function, leaves = make_forward(impl, case, 0)
+        out = function()
+        torch.autograd.grad(out, leaves, torch.randn_like(out))
+    except (RuntimeError, torch.OutOfMemoryError):
+        return None
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def record_of(rows: list[dict], settings: dict) -> dict:
+    revision = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return dict(
+        name="benchmark_attention",
+        command="python -m scripts.benchmark_attention " + " ".join(sys.argv[1:]),
+        revision=revision.stdout.strip() or None,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        hardware=torch.cuda.get_device_name(),
+        versions=dict(
+            torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda,
+            cudnn=torch.backends.cudnn.version(),
+        ),
+        settings=settings,
+        rows=rows,
+    )  # fmt: skip
+
+
+def render(record: dict, console: Console) -> None:
+    """One table a suite: forward / backward TFLOP/s of each implementation."""
+    for suite in SUITES:
+        rows = [r for r in record["rows"] if r["suite"] == suite]
+        if not rows:
+            continue
+        implementations = list(dict.fromkeys(r["impl"] for r in rows))
+        table = Table("case", *implementations, title=f"{suite}: forward / backward TFLOP/s")
+        keys = ("batch", "nheads", "headdim", "seqlen", "causal", "dropout_p", "padded", "packed")
+        for key in dict.fromkeys(tuple(r[k] for k in keys) for r in rows):
+            cells = []
+            for impl in implementations:
+                same = [r for r in rows if r["impl"] == impl and tuple(r[k] for k in keys) == key]
+                found = {r["direction"]: r for r in same}
+                numbers = [found.get(d, {}).get("tflops") for d in ("forward", "backward")]
+                cell = " / ".join("-" if n is None else f"{n:.0f}" for n in numbers)
+                peak = found.get("forward", {}).get("peak_gib")
+                cells.append(cell + (f"  {peak * 1024:.0f} MiB" if peak else ""))
+            case = dict(zip(keys, key, strict=True))
+            label = f"B{case['batch']} H{case['nheads']} D{case['headdim']} {case['seqlen']}"
+            label += (
+                " causal" * case["causal"] + " padded" * case["padded"] + " packed" * case["packed"]
+            )
+            label += f" dropout {case['dropout_p']}" if case["dropout_p"] else ""
+            table.add_row(label, *cells)
+        console.print(table)
+
+
+def plot(record: dict, folder: Path) -> list[Path]:
+    """Time, TFLOP/s and memory against seqlen, if matplotlib is there."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return []
+    paths = []
+    panel_keys = ("headdim", "causal", "dropout_p", "direction")
+    for suite, field, label in (
+        ("speed", "tflops", "TFLOP/s"), ("paper", "ms", "ms"), ("paper", "peak_gib", "GiB"),
+    ):  # fmt: skip
+        rows = [r for r in record["rows"] if r["suite"] == suite and r.get(field)]
+        panels = list(dict.fromkeys(tuple(r[k] for k in panel_keys) for r in rows))
+        if not panels:
+            continue
+        figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.5), squeeze=False)
+        for axis, panel in zip(axes[0], panels, strict=True):
+            headdim, causal, dropout_p, direction = panel
+            for impl in dict.fromkeys(r["impl"] for r in rows):
+                line = [
+                    (r["seqlen"], r[field])
+                    for r in rows
+                    if r["impl"] == impl and tuple(r[k] for k in panel_keys) == panel
+                ]
+                if line:
+                    axis.plot(*zip(*sorted(line), strict=True), marker="o", label=impl)
+            axis.set_xscale("log", base=2)
+            if field != "tflops":
+                axis.set_yscale("log")
+            kind = "causal" if causal else "full"
+            axis.set_title(f"D{headdim} {kind} p={dropout_p} {direction}", fontsize=8)
+            axis.set_xlabel("seqlen")
+            axis.set_ylabel(label)
+        axes[0][0].legend(fontsize=7)
+        figure.tight_layout()
+        paths.append(folder / f"attention_{suite}_{field}.png")
+        figure.savefig(paths[-1], dpi=120)
+    return paths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--suites", nargs="+", default=list(SUITES), choices=SUITES)
+    parser.add_argument("--quick", action="store_true", help="1K and 4K only: about a minute")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmark_attention.json"))
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmark_attention needs a GPU, none is visible")
+    rows = []
+    jobs = [(suite, *job) for suite in args.suites for job in cases_of(suite, args.quick)]
+    for suite, case, implementations in track(jobs, "attention"):
+        measured = measure(case, implementations)
+        if suite == "paper" and not case.dropout_p:
+            for row in measured:
+                row["peak_gib"] = (
+                    peak_gib(case, row["impl"]) if row["direction"] == "forward" else None
+                )
+        rows += [dict(row, suite=suite) for row in measured]
+        torch.cuda.empty_cache()
+    record = record_of(rows, dict(suites=args.suites, quick=args.quick))
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(record, indent=1))
+    console = Console(width=160)
+    for path in plot(record, args.output.parent):
+        console.print(f"plot {path}")
+    console.print(f"record {args.output}")
+    render(record, console)
+
+
+if __name__ == "__main__":
+    main()
