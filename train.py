@@ -42,8 +42,7 @@ def main(cfg: DictConfig) -> float:
         cfg, run, data, task, trainer = build(cfg)
         if rank_zero_only.rank == 0:
             record_run(run, OmegaConf.to_yaml(cfg, resolve=True))
-        loggers = [instantiate(node) for node in (cfg.logger or {}).values()]
-        trainer.loggers = [logger for logger in loggers if logger is not None]
+        trainer.loggers = instantiate_all(cfg.logger)
         for logger in trainer.loggers:
             logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
     say(f"run folder: {run.folder}")
@@ -89,7 +88,7 @@ def build(cfg: DictConfig):
     if cfg.trainer.precision == "auto":
         cfg.trainer.precision = "bf16-mixed" if on_gpu else "32-true"
     data = instantiate(cfg.data)
-    callbacks = [instantiate(node) for node in (cfg.callbacks or {}).values()]
+    callbacks = instantiate_all(cfg.callbacks)
     trainer = instantiate(
         cfg.trainer,
         callbacks=callbacks,
@@ -119,6 +118,12 @@ def build(cfg: DictConfig):
     if cfg.init_from is not None and run.ckpt_path is None:
         load_into(task.model, cfg.init_from)
     return cfg, run, data, task, trainer
+
+
+def instantiate_all(group: DictConfig | None) -> list:
+    """Every member of a group that is not switched off (key=null) or unavailable (W&B)."""
+    made = [instantiate(node) for node in (group or {}).values() if node is not None]
+    return [member for member in made if member is not None]
 
 
 def report(cfg: DictConfig, run, data, task, trainer: Trainer) -> float:

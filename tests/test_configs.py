@@ -82,6 +82,11 @@ def test_every_choice_of_a_group_composes_and_fits_its_signature(override):
     train.check_options(composed(override))
 
 
+def test_a_callback_can_be_switched_off(tmp_path, text):
+    trainer = train.build(small(tmp_path, text, "callbacks.checkpoints=null"))[-1]
+    assert [type(c).__name__ for c in trainer.callbacks] == ["Metrics"]
+
+
 def test_later_overrides_win():
     cfg = composed("experiment=gpt2_4k", "debug=fast", "trainer.max_steps=7")
     assert (cfg.trainer.max_steps, cfg.data.seqlen, cfg.model.dim) == (7, 128, 128)
