@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import operators  # noqa: F401 (registers torch.ops.flash_kernels)
+from . import operators
 from .portable.attention_forward import attention_forward_kernel
 
 MAX_HEADDIM = 256
@@ -173,7 +173,7 @@ def _attend(
     seed = _seed_tensor(dropout_seed, q.device) if dropout_p > 0.0 else None
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
-    return torch.ops.flash_kernels.attention_forward(
+    return operators.attend(
         q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, seed, max_seqlen_q,
         max_seqlen_k, softmax_scale, softcap, left, 0 if causal else right, dropout_p, kernel,
     )  # fmt: skip

@@ -146,6 +146,24 @@ torch.library.register_autograd(
 )
 
 
+class _FunctorchForward(torch.autograd.Function):
+    """The same for torch.func.grad, vjp and jacrev, which cannot use register_autograd."""
+
+    @staticmethod
+    def forward(*inputs):
+        return torch.ops.flash_kernels.attention_forward(*inputs)
+
+    setup_context = staticmethod(_save_for_backward)
+    backward = staticmethod(_differentiate)
+
+
+def attend(*inputs) -> tuple[Tensor, Tensor]:
+    """flash_kernels::attention_forward, also below the transforms of torch.func (vmap excepted)."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return _FunctorchForward.apply(*inputs)
+    return torch.ops.flash_kernels.attention_forward(*inputs)
+
+
 def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> float:
     """Query-key pairs inside the window; a causal square counts as half, as is usual."""
     if left is None and right == 0 and seqlen_q == seqlen_k:
