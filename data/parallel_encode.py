@@ -6,12 +6,12 @@ What comes out does not depend on the number of processes: batches go out and co
 from __future__ import annotations
 
 import collections
-import concurrent.futures
-import concurrent.futures.process
 import dataclasses
 import hashlib
 import multiprocessing
+import multiprocessing.connection
 import os
+import queue
 import signal
 import threading
 from collections.abc import Iterable, Iterator
@@ -67,29 +67,22 @@ def encode_in_order(
         for batch in batches:
             yield _encode(tokenizer, batch, seed)
         return
-    # spawn: a fork would copy the threads' locks of whoever calls, and is unsafe after CUDA.
-    pool = concurrent.futures.ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(tokenizer.name,),
-    )
-    pending: collections.deque[concurrent.futures.Future[EncodedBatch]] = collections.deque()
+    pool: list[_Worker] = []
     try:
-        for batch in batches:
-            pending.append(pool.submit(_encode_here, batch, seed))
-            # The bound on batches in flight is the bound on memory.
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
+        pool += [_Worker(tokenizer.name) for _ in range(workers)]
+        pending: collections.deque[_Worker] = collections.deque()
+        for number, batch in enumerate(batches):
+            # Two batches a worker are out at most: the bound on memory. Turns keep the order.
+            if len(pending) == 2 * workers:
+                yield pending.popleft().receive()
+            worker = pool[number % workers]
+            worker.send(batch, seed)
+            pending.append(worker)
         while pending:
-            yield pending.popleft().result()
-    except concurrent.futures.process.BrokenProcessPool as error:
-        raise RuntimeError(
-            f"one of {workers} tokenizing processes died, perhaps for lack of memory: run again "
-            "with fewer workers; finished shards are kept"
-        ) from error
+            yield pending.popleft().receive()
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for worker in pool:
+            worker.kill()
 
 
 def _batches(
@@ -148,24 +141,62 @@ def _draw(text: str, seed: int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-_worker_tokenizer: Tokenizer | None = None
+class _Worker:
+    """A tokenizing process. It ends when killed or when this process is gone."""
+
+    def __init__(self, tokenizer_name: str) -> None:
+        # spawn: a fork would copy the locks of the caller's threads, and is unsafe after CUDA.
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, tokenizer_name), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def send(self, batch: list[tuple[str, bool, bool]], seed: int) -> None:
+        try:
+            self._connection.send((batch, seed))
+        except OSError as error:
+            raise self._death() from error
+
+    def receive(self) -> EncodedBatch:
+        try:
+            result = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._death() from error
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+    def _death(self) -> RuntimeError:
+        return RuntimeError(
+            "a tokenizing process died, perhaps for lack of memory: run again with fewer workers; "
+            "finished shards are kept"
+        )
 
 
-def _start_worker(tokenizer_name: str) -> None:
-    global _worker_tokenizer
+def _serve(connection: multiprocessing.connection.Connection, tokenizer_name: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends the workers
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _worker_tokenizer = load_tokenizer(tokenizer_name)
+    tasks: queue.SimpleQueue[tuple[list[tuple[str, bool, bool]], int]] = queue.SimpleQueue()
+    threading.Thread(target=_take_in, args=(connection, tasks), daemon=True).start()
+    tokenizer = load_tokenizer(tokenizer_name)
+    while True:
+        batch, seed = tasks.get()
+        try:
+            result: EncodedBatch | Exception = _encode(tokenizer, batch, seed)
+        except Exception as error:
+            result = error
+        connection.send(result)
 
 
-def _exit_with_parent() -> None:
-    """A killed parent cannot end its workers, and they hold each other's pipes open."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _encode_here(batch: list[tuple[str, bool, bool]], seed: int) -> EncodedBatch:
-    assert _worker_tokenizer is not None
-    return _encode(_worker_tokenizer, batch, seed)
+def _take_in(connection: multiprocessing.connection.Connection, tasks: queue.SimpleQueue) -> None:
+    """Receive at all times: were both sides to send large messages at once, both would wait."""
+    while True:
+        try:
+            tasks.put(connection.recv())
+        except (EOFError, OSError):  # the parent is gone
+            os._exit(1)

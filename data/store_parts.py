@@ -114,7 +114,7 @@ class StoreParts:
         progress = {"key": self._key, "parts": []}
         if path.exists():
             progress = json.loads(path.read_bytes())
-        if progress["key"] != self._key:
+        if progress["key"] != self._key and progress["parts"]:
             raise ValueError(
                 f"{self._folder} must be new or hold the same data, got an unfinished store "
                 "of other settings or of a source that changed since: choose another or delete it"

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
 import random
 import signal
@@ -317,13 +318,21 @@ def test_second_process_waits_for_the_first(tmp_path, caplog):
 
 
 def test_dead_worker_is_a_clear_error(monkeypatch):
-    def pieces():
-        yield "a " * 700_000, True
-        yield "b", True
-
-    monkeypatch.setattr(parallel_encode, "_start_worker", os._exit)
+    monkeypatch.setattr(parallel_encode, "_BATCH_CHARS", 10)
+    pieces = (("0123456789", True) for _ in range(1000))
+    batches = encode_in_order(pieces, tokenizer=TOKENIZER, seed=0, workers=2)
+    next(batches)
+    multiprocessing.active_children()[0].kill()
     with pytest.raises(RuntimeError, match="run again with fewer workers"):
-        list(encode_in_order(pieces(), tokenizer=TOKENIZER, seed=0, workers=2))
+        list(batches)
+    assert not multiprocessing.active_children()
+
+
+def test_error_in_a_worker_reaches_the_caller():
+    # A list is no text: the tokenizer refuses it.
+    batches = encode_in_order([([], True)], tokenizer=TOKENIZER, seed=0, workers=2)
+    with pytest.raises(TypeError):
+        list(batches)
 
 
 def test_interrupt_leaves_a_folder_to_continue(tmp_path, monkeypatch):
