@@ -1,0 +1,39 @@
+from scripts import render_results
+
+
+def test_readme_shows_what_the_records_hold():
+    readme = (render_results.ROOT / "README.md").read_text()
+    assert render_results.updated(readme) == readme, "run python -m scripts.render_results"
+
+
+def test_a_changed_record_changes_the_readme(tmp_path, monkeypatch):
+    readme = f"top\n{render_results.BEGIN}\nstale\n{render_results.END}\nbottom\n"
+    monkeypatch.setattr(render_results, "RESULTS", tmp_path)
+    assert "stale" not in render_results.updated(readme)
+    row = {
+        "model": "gpt2_1k",
+        "attention": "flash",
+        "run": "flash",
+        "tokens_per_s": 123456.7,
+        "mfu_full": 0.5,
+        "mfu_causal": 0.45,
+        "peak_gib": 12.34,
+        "last_loss": 3.0,
+        "val_loss": 3.5,
+    }
+    drift = {"mean_abs": 0.001, "max_abs": 0.002}
+    record = {
+        "command": "python -m scripts.compare_attention",
+        "date": "2026-01-02T03:04:05+00:00",
+        "hardware": {"gpus": ["NVIDIA H200"]},
+        "versions": {"torch": "2.11.0", "triton": "3.6.0"},
+        "settings": {"steps": 200, "batch_tokens": 131072},
+        "rows": [row],
+        "loss_curves": [
+            {"model": "gpt2_1k", "flash_to_sdpa": drift, "sdpa_to_sdpa_other_order": drift}
+        ],
+    }
+    (tmp_path / "compare_attention.json").write_text(render_results.json.dumps(record))
+    text = render_results.updated(readme)
+    assert "| gpt2_1k | flash | 123,457 | 50.0% / 45.0% | 12.3 | 3.0000 | 3.5000 |" in text
+    assert text.startswith("top\n") and text.endswith("\nbottom\n")
