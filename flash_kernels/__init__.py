@@ -1,5 +1,6 @@
 """FlashAttention in Triton: exact, memory linear in the sequence length, forward and backward."""
 
 from .attention import flash_attention, flash_attention_varlen
+from .kv_cache import flash_attention_with_kv_cache
 
-__all__ = ["flash_attention", "flash_attention_varlen"]
+__all__ = ["flash_attention", "flash_attention_varlen", "flash_attention_with_kv_cache"]

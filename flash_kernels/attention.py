@@ -79,7 +79,7 @@ def flash_attention(
         NotImplementedError: no GPU, or a kernel that does not exist.
     """
     q, k, v = _autocast(q, k, v)
-    _check_qkv(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
+    check_qkv(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
     batch = q.shape[0]
     if k.shape[0] != batch:
         raise ValueError(f"q and k must have the same batch size, got {batch} and {k.shape[0]}")
@@ -130,7 +130,7 @@ def flash_attention_varlen(
         because reading them would wait.
     """
     q, k, v = _autocast(q, k, v)
-    _check_qkv(q, k, v, 3, "(total, nheads, headdim)")
+    check_qkv(q, k, v, 3, "(total, nheads, headdim)")
     _check_cu_seqlens(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, lse = _attend(
         q, k, v, cu_seqlens_q.shape[0] - 1, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -156,18 +156,10 @@ def _attend(
     softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed, kernel,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     kernel = choose_kernel(kernel)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
-    if not 0.0 <= softcap < float("inf"):
-        raise ValueError(f"softcap must be finite and not negative, 0 is off, got {softcap}")
+    check_options(dropout_p, softcap, window)
     left, right = window
-    if (left is not None and left < 0) or (right is not None and right < 0):
-        raise ValueError(
-            f"window must hold two numbers of keys, None for unbounded, got {window}: "
-            "pass None instead of -1"
-        )
     if alibi_slopes is not None:
-        alibi_slopes = _checked_slopes(alibi_slopes, q, batch)
+        alibi_slopes = checked_slopes(alibi_slopes, q, batch)
     if lengths_k is not None:
         lengths_k = _checked_lengths(lengths_k, q, batch)
     seed = _seed_tensor(dropout_seed, q.device) if dropout_p > 0.0 else None
@@ -179,6 +171,19 @@ def _attend(
     )  # fmt: skip
 
 
+def check_options(dropout_p: float, softcap: float, window: Window) -> None:
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
+    if not 0.0 <= softcap < float("inf"):
+        raise ValueError(f"softcap must be finite and not negative, 0 is off, got {softcap}")
+    left, right = window
+    if (left is not None and left < 0) or (right is not None and right < 0):
+        raise ValueError(
+            f"window must hold two numbers of keys, None for unbounded, got {window}: "
+            "pass None instead of -1"
+        )
+
+
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not torch.is_autocast_enabled(q.device.type):
         return q, k, v
@@ -186,7 +191,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _check_qkv(q: Tensor, k: Tensor, v: Tensor, dim: int, layout: str) -> None:
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, dim: int, layout: str) -> None:
     if q.dim() != dim or k.dim() != dim or v.dim() != dim:
         shapes = [tuple(t.shape) for t in (q, k, v)]
         raise ValueError(f"q, k and v must be {layout}, got shapes {shapes}")
@@ -252,7 +257,7 @@ def _check_cu_seqlens(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen
     )
 
 
-def _checked_slopes(slopes: Tensor, q: Tensor, batch: int) -> Tensor:
+def checked_slopes(slopes: Tensor, q: Tensor, batch: int) -> Tensor:
     nheads = q.shape[-2]
     if slopes.dtype != torch.float32 or slopes.shape not in ((nheads,), (batch, nheads)):
         raise ValueError(

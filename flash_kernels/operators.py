@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .portable.attention_backward import attention_backward as portable_backward
 from .portable.attention_forward import attention_forward as portable_forward
+from .portable.decode import attention_decode as portable_decode
 from .portable.launch import Problem
 
 _LIBRARY = torch.library.Library("flash_kernels", "DEF")
@@ -33,6 +34,12 @@ _LIBRARY.define(
     "check_cu_seqlens(Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt total_q, SymInt total_k, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k) -> ()"
 )
+_LIBRARY.define(
+    "attention_decode(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_lengths, "
+    "Tensor? k, Tensor? v, Tensor? alibi_slopes, float softmax_scale, float softcap, "
+    "SymInt? window_left, SymInt? window_right, SymInt? num_splits) -> (Tensor, Tensor)"
+)
+_LIBRARY.define("check_cache_lengths(Tensor cache_lengths, SymInt longest) -> ()")
 
 
 def _problem(
@@ -70,6 +77,26 @@ def _backward(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, 
     return portable_backward(_problem(q, k, v, *options), dout, dlse, out, lse)
 
 
+def _decode(
+    q, k_cache, v_cache, cache_lengths, k, v, alibi_slopes, softmax_scale, softcap, window_left,
+    window_right, num_splits,
+):  # fmt: skip
+    return portable_decode(
+        q,
+        k_cache,
+        v_cache,
+        cache_lengths,
+        k,
+        v,
+        alibi_slopes,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        window_left=window_left,
+        window_right=window_right,
+        num_splits=num_splits,
+    )
+
+
 def _check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, total_q, total_k, max_seqlen_q, max_seqlen_k):
     """Assert what is documented of cu_seqlens: at once on the CPU, on the device elsewhere."""
     for name, cu_seqlens, total, longest in (
@@ -83,11 +110,21 @@ def _check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, total_q, total_k, max_seqlen_q
             f"cu_seqlens_{name} must start at 0, never fall, end at total_{name} = {total}, "
             f"and no sequence may be longer than max_seqlen_{name} = {longest}"
         )
-        if cu_seqlens.device.type == "cpu":
-            if not holds:
-                raise ValueError(f"{message}, got {cu_seqlens.tolist()}")
-        else:
-            torch._assert_async(holds, message)
+        _assert(holds, message, cu_seqlens)
+
+
+def _check_cache_lengths(cache_lengths, longest):
+    if cache_lengths.numel() > 0:
+        holds = (cache_lengths.amin() >= 0) & (cache_lengths.amax() <= longest)
+        message = f"cache_lengths must be between 0 and capacity - seqlen_new = {longest}"
+        _assert(holds, message, cache_lengths)
+
+
+def _assert(holds: Tensor, message: str, values: Tensor) -> None:
+    if values.device.type != "cpu":
+        torch._assert_async(holds, message)
+    elif not holds:
+        raise ValueError(f"{message}, got {values.tolist()}")
 
 
 # CPU tensors reach the kernels only under Triton's interpreter; attention.py refuses them
@@ -95,6 +132,8 @@ def _check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, total_q, total_k, max_seqlen_q
 for _key in ("CUDA", "CPU"):
     _LIBRARY.impl("attention_forward", _forward, _key)
     _LIBRARY.impl("attention_backward", _backward, _key)
+    _LIBRARY.impl("attention_decode", _decode, _key)
+    _LIBRARY.impl("check_cache_lengths", _check_cache_lengths, _key)
     _LIBRARY.impl("check_cu_seqlens", _check_cu_seqlens, _key)
 
 
@@ -112,6 +151,14 @@ def _backward_fake(dout, dlse, q, k, v, *_):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+@torch.library.register_fake("flash_kernels::attention_decode")
+def _decode_fake(q, *_):
+    return q.new_empty(q.shape), q.new_empty(
+        (q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32
+    )
+
+
+@torch.library.register_fake("flash_kernels::check_cache_lengths")
 @torch.library.register_fake("flash_kernels::check_cu_seqlens")
 def _check_fake(*_):
     return None

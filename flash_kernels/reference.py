@@ -254,3 +254,45 @@ def flash_attention_varlen(
         lses.append(lse[0])
     out, lse = torch.cat(outs), torch.cat(lses, 1)
     return (out, lse) if return_lse else out
+
+
+def flash_attention_with_kv_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_lengths: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+    num_splits: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_kernels.flash_attention_with_kv_cache in plain PyTorch, sequence by sequence."""
+    outs, lses = [], []
+    for i, length in enumerate(cache_lengths.tolist()):
+        end = length
+        if k is not None:
+            end = length + k.shape[1]
+            k_cache[i, length:end] = k[i]
+            v_cache[i, length:end] = v[i]
+        per_sequence = alibi_slopes is not None and alibi_slopes.dim() == 2
+        out, lse = flash_attention(
+            q[i : i + 1],
+            k_cache[i : i + 1, :end],
+            v_cache[i : i + 1, :end],
+            causal=causal,
+            window=window,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes[i : i + 1] if per_sequence else alibi_slopes,
+            return_lse=True,
+        )
+        outs.append(out)
+        lses.append(lse)
+    out, lse = torch.cat(outs), torch.cat(lses)
+    return (out, lse) if return_lse else out

@@ -1,5 +1,4 @@
-"""Forward of attention: out = softmax(q k^T) v and the log-sum-exp of each row, without the score
-matrix.
+"""Forward of attention: out = softmax(q k^T) v and the log-sum-exp, without the score matrix.
 
 FlashAttention (arXiv 2205.14135, algorithm 2) with the loop order of its second version: a program
 owns BLOCK_M query rows and walks the keys with an online softmax. Keys that no row of the tile sees
@@ -17,7 +16,7 @@ from .tile_choice import Tile, choose_tile
 
 
 @triton.jit
-def _attend(
+def attend_keys(
     acc, row_max, row_sum, q, k_ptrs, v_ptrs, k_stride, v_stride, column_keys_ptr, row_keys,
     row_multipliers, rows, dims, tile, begin, end, shift, keys_end, window, scale_log2, softcap,
     slope_log2, dropout_threshold, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -25,7 +24,7 @@ def _attend(
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     SCALE_IN_EXP: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: the body of both loops."""
+    """One tile of keys, [BLOCK_N, BLOCK_D]: the body of both loops (and of those in decode.py)."""
     col_begin = tile * BLOCK_N
     cols = col_begin + tl.arange(0, BLOCK_N)
     k = tiles.load_tile(
@@ -150,7 +149,7 @@ def attention_forward_kernel(
         BLOCK_N, HAS_LEFT, HAS_RIGHT,
     )  # fmt: skip
     for index in tl.range(0, full_first - first + last - full_last):
-        acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q, k_ptrs, v_ptrs, k_strides[1], v_strides[1],
             column_keys_ptr, row_keys, row_multipliers, rows, dims,
             tiles.edge_tile(index, first, full_first, full_last), begin, end, shift, keys_end,
@@ -159,7 +158,7 @@ def attention_forward_kernel(
             MASKED=True,
         )  # fmt: skip
     for tile in tl.range(full_first, full_last):
-        acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q, k_ptrs, v_ptrs, k_strides[1], v_strides[1],
             column_keys_ptr, row_keys, row_multipliers, rows, dims,
             tile, begin, end, shift, keys_end, window,

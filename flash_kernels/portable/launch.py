@@ -10,7 +10,7 @@ from torch import Tensor
 from . import tiles
 
 # Windows beyond this see everything; the bound keeps row + shift + window inside int32.
-_MAX_WINDOW = 2**30
+MAX_WINDOW = 2**30
 # Keys and values of the heads that run together should stay in the L2 cache (50 MB on H100, 40 MB
 # on A100).
 _GROUP_BYTES = 16 * 2**20
@@ -49,7 +49,7 @@ class Problem:
         self.lengths_k, self.alibi_slopes, self.dropout_seed = lengths_k, alibi_slopes, dropout_seed
         self.softmax_scale, self.softcap, self.dropout_p = softmax_scale, softcap, dropout_p
         self.has_left, self.has_right = window_left is not None, window_right is not None
-        self.window = (min(window_left or 0, _MAX_WINDOW), min(window_right or 0, _MAX_WINDOW))
+        self.window = (min(window_left or 0, MAX_WINDOW), min(window_right or 0, MAX_WINDOW))
         self.is_varlen = cu_seqlens_q is not None
         self.nheads, self.headdim = q.shape[-2], q.shape[-1]
         self.nheads_k = k.shape[-2]
