@@ -45,12 +45,14 @@ def compare_attention(record: dict) -> str:
     ]
     header = ["experiment", "attention", "tokens/s", "MFU full / causal", "peak GiB"]
     text = table([*header, "last loss", "validation loss"], rows)
-    verdicts = [
-        f"{c['model']}: flash is {c['flash_to_sdpa']['mean_abs']:.5f} nats from SDPA on average over "
-        f"the steps, SDPA {c['sdpa_to_sdpa_other_order']['mean_abs']:.5f} from itself with another "
-        "order of sums."
-        for c in record["loss_curves"]
-    ]
+    verdicts = []
+    for curve in record["loss_curves"]:
+        ours = curve["flash_to_sdpa"]["mean_abs"]
+        noise = curve["sdpa_to_sdpa_other_order"]["mean_abs"]
+        verdicts.append(
+            f"{curve['model']}: over the steps flash is {ours:.5f} nats from SDPA on average, and "
+            f"SDPA with another order of sums is {noise:.5f} from itself."
+        )
     steps, batch = record["settings"]["steps"], record["settings"]["batch_tokens"]
     title = (
         f"**The same training run with our kernels and with torch's SDPA**: {steps} steps of "
