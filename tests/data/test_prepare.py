@@ -268,7 +268,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_run_continues_to_the_same_bytes(tmp_path, workers):
-    source = write_source(tmp_path / "a.jsonl", make_texts(3000, words=60))
+    source = write_source(tmp_path / "a.jsonl", make_texts(2000, words=60))
     options = {"val_fraction": 0.05, "shard_tokens": 5000}
     run(source, tmp_path / "undisturbed", **options)
     script = tmp_path / "killed.py"
