@@ -128,10 +128,14 @@ def instantiate_all(group: DictConfig | None) -> list:
 
 def report(cfg: DictConfig, run, data, task, trainer: Trainer) -> float:
     """Final validation beside a unigram model's, a sample, where the run is."""
-    if task.validated_step != trainer.global_step:
-        trainer.validate(task, data, verbose=False)
-    loss, ppl = (float(trainer.callback_metrics[key]) for key in ("val/loss", "val/ppl"))
-    say(f"validation perplexity {ppl:.2f} (unigram model: {data.unigram_perplexity():.2f})")
+    if data.num_val_tokens:
+        if task.validated_step != trainer.global_step:
+            trainer.validate(task, data, verbose=False)
+        loss, ppl = (float(trainer.callback_metrics[key]) for key in ("val/loss", "val/ppl"))
+        say(f"validation perplexity {ppl:.2f} (unigram model: {data.unigram_perplexity():.2f})")
+    else:
+        loss = float("inf")
+        say("no validation: data.val_fraction=0 holds nothing out")
     if cfg.sample_prompt and rank_zero_only.rank == 0 and trainer.world_size == 1:
         model = task.model.eval()
         ids = torch.tensor([data.tokenizer.encode(cfg.sample_prompt)], device=task.device)

@@ -2,8 +2,9 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from model.loss import next_token_loss
+from model.loss import linear_next_token_loss, next_token_loss
 
 
 def test_uniform_logits_cost_log_of_the_vocabulary():
@@ -51,3 +52,81 @@ def test_half_precision_logits_are_summed_in_float32():
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match=r"\(2, 5\), got \(2, 4\)"):
         next_token_loss(torch.zeros(2, 5, 7), torch.zeros(2, 4, dtype=torch.long))
+
+
+def chunked(hidden, weight, labels, vocab_size, chunk_tokens):
+    return linear_next_token_loss(
+        hidden, weight, labels, vocab_size=vocab_size, chunk_tokens=chunk_tokens
+    )
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 5, 100])
+def test_chunked_loss_and_gradients_equal_the_whole(chunk_tokens):
+    """15 rows: chunks that divide them, that do not, and one that holds them all."""
+    hidden = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(13, 8, dtype=torch.float64, requires_grad=True)  # 2 rows of padding
+    labels = torch.randint(0, 11, (3, 5))
+    labels[1, 2:] = -100
+    log_probs = (hidden @ weight[:11].T).log_softmax(-1)
+    keep = labels >= 0
+    expected = -log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0][keep].sum()
+    expected_grads = torch.autograd.grad(expected * 0.3, (hidden, weight))
+    loss, num_tokens = chunked(hidden, weight, labels, 11, chunk_tokens)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    assert num_tokens.item() == 12
+    grads = torch.autograd.grad(loss * 0.3, (hidden, weight))
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-6, atol=1e-9)
+    assert grads[1][11:].eq(0).all() and grads[0][1, 2:].eq(0).all()
+    with torch.no_grad():
+        again, _ = chunked(hidden, weight, labels, 11, chunk_tokens)
+    torch.testing.assert_close(again, loss.detach(), rtol=1e-6, atol=0)
+
+
+def test_chunked_loss_under_autocast_is_as_exact_as_the_plain_one():
+    """Both against fp64: at most twice the error of the plain computation in bf16."""
+    hidden, weight = torch.randn(1, 64, 32), torch.randn(101, 32)
+    labels = torch.randint(0, 101, (1, 64))
+
+    def results(loss_of, hidden, weight, autocast):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_of(*leaves)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    def plain(hidden, weight):
+        return next_token_loss(F.linear(hidden, weight), labels)[0]
+
+    def ours(hidden, weight):
+        return chunked(hidden, weight, labels, 101, 16)[0]
+
+    def exact(hidden, weight):
+        log_probs = (hidden.double() @ weight.double().T).log_softmax(-1)
+        return -log_probs.gather(-1, labels[..., None]).sum()
+
+    truth = results(exact, hidden, weight, False)
+    for ours_got, plain_got, true in zip(
+        results(ours, hidden, weight, True),
+        results(plain, hidden, weight, True),
+        truth,
+        strict=True,
+    ):
+        budget = 2 * (plain_got.double() - true).abs().max()
+        assert (ours_got.double() - true).abs().max() <= budget
+
+
+def test_chunked_loss_compiles_without_a_graph_break():
+    hidden = torch.randn(2, 6, 8, requires_grad=True)
+    weight = torch.randn(16, 8, requires_grad=True)
+    labels = torch.randint(0, 16, (2, 6))
+    compiled = torch.compile(
+        lambda h, w: chunked(h, w, labels, 16, 5)[0], fullgraph=True, backend="aot_eager"
+    )
+    expected = torch.autograd.grad(chunked(hidden, weight, labels, 16, 5)[0], (hidden, weight))
+    grads = torch.autograd.grad(compiled(hidden, weight), (hidden, weight))
+    torch.testing.assert_close(grads, expected)
+
+
+def test_chunked_shapes_must_agree():
+    with pytest.raises(ValueError, match=r"\(2, 5\), got \(2, 4\)"):
+        chunked(torch.zeros(2, 5, 8), torch.zeros(7, 8), torch.zeros(2, 4).long(), 7, 3)
