@@ -189,7 +189,7 @@ def store_tile(ptrs, values, positions, end, dims, HEADDIM: tl.constexpr, BLOCK_
 @triton.jit
 def tanh(x, PRECISE: tl.constexpr):
     """tanh by exp2, which the interpreter has; PRECISE adds a series near 0."""
-    decay = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+    decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     value = (1.0 - decay) / (1.0 + decay)
     value = tl.where(x < 0, -value, value)
     if PRECISE:
@@ -215,7 +215,7 @@ def transform_scores(
     """
     factor = 1.0
     if HAS_SOFTCAP:
-        capped = tanh(dots * (scale_log2 / (LOG2E * softcap)), PRECISE)
+        capped = tanh(dots * (scale_log2 / (softcap * LOG2E)), PRECISE)
         factor = 1.0 - capped * capped
         scores = capped * (softcap * LOG2E)
     else:

@@ -108,21 +108,22 @@ def figures(compiled, arch: str) -> dict:
         return found
     number = int(arch.removeprefix("sm_"))
     name = arch + ("a" if number >= 90 else "")
-    tool = "ptxas-blackwell" if number >= 100 else "ptxas"
     folder = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+    # The older of the two does not read what later releases of Triton write.
+    tools = ["ptxas-blackwell"] if number >= 100 else ["ptxas", "ptxas-blackwell"]
     with tempfile.TemporaryDirectory() as scratch:
         path = os.path.join(scratch, "kernel.ptx")
         with open(path, "w") as file:
             file.write(compiled.asm["ptx"])
-        command = [
-            os.path.join(folder, tool),
-            "-v",
-            f"--gpu-name={name}",
-            path,
-            "-o",
-            path + ".cubin",
-        ]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        for tool in tools:
+            program = os.path.join(folder, tool)
+            command = [program, "-v", f"--gpu-name={name}", path, "-o", path + ".cubin"]
+            run = subprocess.run(command, capture_output=True, text=True)
+            if run.returncode == 0:
+                break
+    if run.returncode != 0:
+        raise RuntimeError(run.stderr[-500:])
+    log = run.stderr
     found["registers"] = int(re.search(r"Used (\d+) registers", log).group(1))
     found["spills"] = int(re.search(r"(\d+) bytes spill stores", log).group(1))
     return found
