@@ -15,7 +15,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from model.loss import next_token_loss
+from model.loss import linear_next_token_loss
 from model.optim import warmup_cosine, warmup_linear
 
 SCHEDULES = {"linear": warmup_linear, "cosine": warmup_cosine}
@@ -35,8 +35,8 @@ class CausalLMTask(LightningModule):
     """Next-token training of a GPT.
 
     Args:
-        model: maps input_ids (batch, seqlen) int64 to logits (batch, seqlen, vocab_size); has a
-            ``config`` dict, from which the checkpoint can rebuild it.
+        model: a model.gpt.GPT, or what offers the same hidden(), head_weight, vocab_size and
+            config, from which a checkpoint rebuilds it.
         optimizer: called with the model, returns the optimizer; its lr is the peak.
         max_steps: optimizer steps of the run; the schedule ends there.
         warmup_fraction: share of max_steps over which lr rises linearly from 0.
@@ -44,6 +44,7 @@ class CausalLMTask(LightningModule):
         final_lr_fraction: share of the peak lr at which the decay ends.
         grad_clip: bound on the global 2-norm of the gradient; None turns clipping off.
         micro_batch_tokens: tokens of one forward and backward on one device.
+        loss_chunk_tokens: tokens whose logits exist at once.
         compile: compile the forward pass and loss with torch.compile.
         seed: of dropout.
 
@@ -62,6 +63,7 @@ class CausalLMTask(LightningModule):
         final_lr_fraction: float = 0.0,
         grad_clip: float | None = 1.0,
         micro_batch_tokens: int = 65536,
+        loss_chunk_tokens: int = 8192,
         compile: bool = False,
         seed: int = 1111,
     ):
@@ -74,8 +76,12 @@ class CausalLMTask(LightningModule):
             raise ValueError(f"decay must be one of {sorted(SCHEDULES)}, got {decay!r}")
         if grad_clip is not None and grad_clip <= 0.0:
             raise ValueError(f"grad_clip must be positive or null, got {grad_clip}")
-        if micro_batch_tokens < 1:
-            raise ValueError(f"micro_batch_tokens must be positive, got {micro_batch_tokens}")
+        for name, size in (
+            ("micro_batch_tokens", micro_batch_tokens),
+            ("loss_chunk_tokens", loss_chunk_tokens),
+        ):
+            if size < 1:
+                raise ValueError(f"{name} must be positive, got {size}")
         self.automatic_optimization = False
         self.model = model
         self.make_optimizer = optimizer
@@ -85,6 +91,7 @@ class CausalLMTask(LightningModule):
         self.final_lr_fraction = final_lr_fraction
         self.grad_clip = grad_clip
         self.micro_batch_tokens = micro_batch_tokens
+        self.loss_chunk_tokens = loss_chunk_tokens
         self.seed = seed
         # Shapes do not change during a run: dynamic=False keeps the kernels specialized to them.
         self._loss = torch.compile(self._plain_loss, dynamic=False) if compile else self._plain_loss
@@ -93,7 +100,13 @@ class CausalLMTask(LightningModule):
 
     def _plain_loss(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Summed loss (float32) and number of labelled tokens of one micro-batch."""
-        return next_token_loss(self.model(input_ids), labels)
+        return linear_next_token_loss(
+            self.model.hidden(input_ids),
+            self.model.head_weight,
+            labels,
+            vocab_size=self.model.vocab_size,
+            chunk_tokens=self.loss_chunk_tokens,
+        )
 
     def micro_batch(self, num_sequences: int, seqlen: int) -> int:
         """Sequences of one forward pass, given this rank's sequences of one optimizer step.
