@@ -8,11 +8,13 @@ pieces hold unequal numbers of labels).
 
 import hashlib
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from lightning import LightningModule
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from model.loss import linear_next_token_loss
@@ -123,6 +125,19 @@ class CausalLMTask(LightningModule):
             )
         return micro
 
+    def configure_model(self) -> None:
+        """Where the strategy is FSDP2, shard the model.
+
+        Lightning's mesh is (machines, GPUs of one): fully_shard replicates over the first and
+        shards over the second.
+        """
+        if self.device_mesh is None or isinstance(self.model, FSDPModule):
+            return
+        for block in self.model.blocks:
+            fully_shard(block, mesh=self.device_mesh)
+        fully_shard(self.model, mesh=self.device_mesh)
+        register_fsdp_forward_method(self.model, "hidden")  # the method that training calls
+
     def configure_optimizers(self) -> Optimizer:
         optimizer = self.make_optimizer(self.model)
         for group in optimizer.param_groups:
@@ -148,6 +163,8 @@ class CausalLMTask(LightningModule):
         grad_norm = nn.utils.clip_grad_norm_(
             self.model.parameters(), float("inf") if self.grad_clip is None else self.grad_clip
         )
+        if isinstance(grad_norm, DTensor):  # under FSDP2, a sum still to be made over ranks
+            grad_norm = grad_norm.full_tensor()
         factor = self.schedule(
             self.global_step,
             self.warmup_steps,
@@ -188,7 +205,15 @@ class CausalLMTask(LightningModule):
         torch.distributed.all_reduce(value)
         return value
 
+    @contextmanager
     def _no_gradient_sync(self):
         """Gradients of all micro-batches but the last stay on this rank."""
-        block = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
-        return block()
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(False)
+            yield
+            self.model.set_requires_gradient_sync(True)
+        elif hasattr(self.trainer.strategy, "block_backward_sync"):
+            with self.trainer.strategy.block_backward_sync():
+                yield
+        else:
+            yield
