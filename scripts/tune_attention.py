@@ -248,7 +248,7 @@ def main() -> None:
             r for r in rows if (r["kernel"], r["headdim"], r["causal"], r["dropout_p"]) == case
         ]
         ranked = sorted((r for r in timed if r["ms"]), key=lambda r: r["ms"])
-        default = tuple(table_tile(case[0], family, case[1], dtype))
+        default = tuple(table_tile(case[0], family, case[1], dtype, case[3] > 0.0))
         now = next((f"{r['tflops']}" for r in timed if tuple(r["tile"]) == default), "-")
         best = "   ".join(f"{r['tile']}: {r['tflops']}" for r in ranked[: args.top])
         table.add_row(case[0], str(case[1]), str(case[2]), str(case[3]), best, now)

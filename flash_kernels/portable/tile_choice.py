@@ -25,7 +25,7 @@ SHARED_MEMORY_KIB = {"hopper": 227, "blackwell": 227, "ampere": 163, "small": 99
 # (kernel, family) -> tiles for head dims up to 64, 128 and 256, 16-bit inputs.
 _HALF = {
     ("forward", "hopper"): (Tile(128, 128, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
-    ("forward", "blackwell"): (Tile(128, 128, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
+    ("forward", "blackwell"): (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
     ("forward", "ampere"): (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 32, 4, 2)),
     ("forward", "small"): (Tile(128, 64, 4, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 1)),
     ("forward", "amd"): (Tile(128, 64, 4, 1), Tile(128, 64, 4, 1), Tile(64, 32, 8, 1)),
@@ -40,11 +40,16 @@ _HALF = {
     ("dq", "small"): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 1), Tile(32, 16, 4, 1)),
     ("dq", "amd"): (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 16, 4, 1)),
 }
+# With dropout, where its registers make another tile better.
+_HALF_DROPOUT = {
+    ("forward", "hopper"): (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
+    ("dq", "hopper"): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2)),
+}
 # float32 with IEEE products runs on the FMA units: small tiles, every family alike.
 _SINGLE = {
-    "forward": (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
-    "dk_dv": (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
-    "dq": (Tile(32, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
+    "forward": (Tile(64, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),
+    "dk_dv": (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    "dq": (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 # The interpreter's time goes by tiles, not by elements.
 _INTERPRETER = Tile(32, 32, 4, 1)
@@ -94,15 +99,24 @@ def family_of_capability(major: int, minor: int) -> str:
     }.get((major, minor), "small")
 
 
-def table_tile(kernel: str, family: str, headdim: int, dtype: torch.dtype) -> Tile:
+def table_tile(
+    kernel: str, family: str, headdim: int, dtype: torch.dtype, has_dropout: bool = False
+) -> Tile:
     """The default of `kernel` ("forward", "dk_dv" or "dq")."""
     if family == "interpreter":
         return _INTERPRETER
     column = 0 if headdim <= 64 else 1 if headdim <= 128 else 2
-    return (_SINGLE[kernel] if dtype == torch.float32 else _HALF[kernel, family])[column]
+    if dtype == torch.float32:
+        return _SINGLE[kernel][column]
+    if has_dropout and (kernel, family) in _HALF_DROPOUT:
+        return _HALF_DROPOUT[kernel, family][column]
+    return _HALF[kernel, family][column]
 
 
 def choose_tile(kernel: str, problem) -> Tile:
+    """The tile of this call: use_tiles' if one is set, else the table's."""
     if kernel in _overrides:
         return _overrides[kernel]
-    return table_tile(kernel, gpu_family(problem.q.device), problem.headdim, problem.q.dtype)
+    p = problem
+    family = gpu_family(p.q.device)
+    return table_tile(kernel, family, p.headdim, p.q.dtype, p.dropout_p > 0.0)

@@ -52,7 +52,11 @@ def build(kernel: str, arch: str, headdim: int, dtype: str, options: list[str], 
     target, family = target_of(arch)
     if kernel == "delta":
         tile = Tile(64, 0, 4, 3)
-    tile = Tile(*tile) if tile else table_tile(kernel, family, headdim, _DTYPES[dtype])
+    tile = (
+        Tile(*tile)
+        if tile
+        else table_tile(kernel, family, headdim, _DTYPES[dtype], "dropout" in options)
+    )
     constants = {
         "HEADDIM": headdim, "BLOCK_D": max(16, triton.next_power_of_2(headdim)), "GROUP_SIZE": 1,
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,

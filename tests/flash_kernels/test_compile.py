@@ -20,7 +20,6 @@ SHARED_KIB = {
     "sm_120": 99,
     "gfx942": 64,
 }
-KERNELS = ("forward", "dk_dv", "dq")
 ALL_OPTIONS = ["causal", "window", "softcap", "alibi", "lengths", "varlen", "dropout"]
 
 
@@ -53,26 +52,31 @@ def test_families_have_the_shared_memory_of_their_smallest_gpu():
     }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_hopper_main_case(kernel):
-    cases = [
-        dict(kernel=kernel, arch="sm_90", headdim=64, dtype="bf16", options=["causal", "dropout"])
-    ]
-    check_limits(compile_cases(cases), allowed_spills=64)
-
-
-def test_smallest_shared_memory():
-    cases = [dict(kernel="dk_dv", arch="sm_86", headdim=256, dtype="fp16", options=["causal"])]
-    check_limits(compile_cases(cases), allowed_spills=10**6)
+def test_hopper_main_case_does_not_spill():
+    check_limits(
+        compile_cases(
+            [
+                dict(
+                    kernel=kernel,
+                    arch="sm_90",
+                    headdim=64,
+                    dtype="bf16",
+                    options=["causal", "dropout"],
+                )
+                for kernel in ("forward", "dk_dv", "dq")
+            ]
+        )
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", sorted(SHARED_KIB))
-@pytest.mark.parametrize("kernel", [*KERNELS, "delta"])
-def test_every_gpu(kernel, arch):
+def test_every_gpu(arch):
+    """The largest kernel at the largest head dims, and every option at once."""
     cases = [
-        dict(kernel=kernel, arch=arch, headdim=headdim, dtype=dtype, options=options)
-        for headdim in (64, 80, 128, 256)
-        for dtype, options in (("bf16", ["causal"]), ("fp16", ALL_OPTIONS), ("fp32", ["causal"]))
+        dict(kernel="dk_dv", arch=arch, headdim=128, dtype="bf16", options=["causal", "dropout"]),
+        dict(kernel="dk_dv", arch=arch, headdim=256, dtype="fp16", options=["causal"]),
+        dict(kernel="forward", arch=arch, headdim=80, dtype="bf16", options=ALL_OPTIONS),
+        dict(kernel="dq", arch=arch, headdim=64, dtype="fp32", options=["causal"]),
     ]
-    check_limits(compile_cases(cases), allowed_spills=10**6)
+    check_limits(compile_cases(cases), allowed_spills=512)

@@ -10,7 +10,7 @@ from flash_kernels import flash_attention, reference, testing
 
 def normal_scores(keep: torch.Tensor, dropout_p: float) -> torch.Tensor:
     """Mask values scaled to mean 0 and variance 1."""
-    return (keep.double() - (1 - dropout_p)) / math.sqrt(dropout_p * (1 - dropout_p))
+    return (keep.float() - (1 - dropout_p)) / math.sqrt(dropout_p * (1 - dropout_p))
 
 
 def test_philox_known_answers():
@@ -54,7 +54,7 @@ def test_rows_columns_and_heads_are_uncorrelated(dropout_p):
     assert across.abs().max() < 7 and abs(across.square().mean() - 1) < 0.02
     # The largest singular value of independent entries tends to 2 sqrt(size) (Marchenko-Pastur): no
     # rank-one pattern.
-    largest = torch.linalg.matrix_norm(scores[0], 2) / math.sqrt(size)
+    largest = torch.linalg.eigvalsh(scores[0] @ scores[0].T)[-1].sqrt() / math.sqrt(size)
     assert 1.9 < largest < 2.1
 
 
