@@ -1,9 +1,19 @@
 """On a GPU (`pytest -m gpu tests/flash_kernels`): compiled kernels, bf16, races, long rows."""
 
+import random
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 
-from flash_kernels import flash_attention, reference, testing
+from flash_kernels import (
+    flash_attention,
+    flash_attention_with_kv_cache,
+    reference,
+    testing,
+)
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(1, 1), (113, 203), (203, 113), (512, 512), (1, 777), (1023, 1024)]
@@ -101,3 +111,141 @@ def test_dropout_mask_of_a_long_row_equals_the_reference():
     keep = reference.dropout_keep_mask(1, 1, 2, 256, 65536, 0.5, "cuda")
     kept = keep.float().mean(-1).transpose(1, 2) * 2  # [1, 256, 2]
     torch.testing.assert_close(out[..., 0].float(), kept, rtol=2e-3, atol=0)
+
+
+def test_cuda_graph_draws_a_new_mask_at_each_replay():
+    q, k, v = (t.detach() for t in testing.make_qkv(1, 64, 256, 2, 64, device="cuda"))
+    flash_attention(q, k, v, dropout_p=0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attention(q, k, v, dropout_p=0.5)
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    assert not torch.equal(first, out) and out.isfinite().all()
+
+
+def test_two_streams():
+    inputs = [testing.make_qkv(2, 1024, 1024, 8, 64, device="cuda", seed=i) for i in range(8)]
+    expected = [flash_attention(*qkv, causal=True) for qkv in inputs]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    outs = []
+    for i, qkv in enumerate(inputs):
+        with torch.cuda.stream(streams[i % 2]):
+            outs.append(flash_attention(*qkv, causal=True))
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_any_device_index():
+    q, k, v = testing.make_qkv(1, 64, 64, 2, 64, device="cuda:1")
+    testing.assert_matches_reference("flash_attention", (q, k, v), causal=True)
+
+
+def test_memory_is_linear():
+    """Table 21 of arXiv 2205.14135 counts 209 MiB at 1K (batch 16, 8 heads, D64)."""
+    for seqlen in (1024, 8192):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        q, k, v = (
+            torch.randn(16, seqlen, 8, 64, dtype=torch.float16, device="cuda").requires_grad_()
+            for _ in range(3)
+        )
+        out = flash_attention(q, k, v)
+        torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+        used = (torch.cuda.max_memory_allocated() - before) / 2**20
+        assert used <= 209 * seqlen / 1024
+        del q, k, v, out
+
+
+def test_kv_cache():
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k, v = (
+            t.detach()
+            for t in testing.make_qkv(3, 1, 1, 8, 64, nheads_k=2, dtype=dtype, device="cuda")
+        )
+        _, k_cache, v_cache = (
+            t.detach()
+            for t in testing.make_qkv(3, 1, 5000, 2, 64, dtype=dtype, device="cuda", seed=1)
+        )
+        lengths = torch.tensor([4999, 700, 0], device="cuda")
+        out = flash_attention_with_kv_cache(q, k_cache, v_cache, cache_lengths=lengths, k=k, v=v)
+        expected, plain = (
+            reference.flash_attention_with_kv_cache(
+                *(t.to(d) for t in (q, k_cache, v_cache)), cache_lengths=lengths + 1
+            )
+            for d in (torch.float64, dtype)
+        )
+        testing.check_budget("out", out, plain, expected, 2 * torch.finfo(dtype).eps)
+
+
+def random_case(rng: random.Random) -> tuple[str, tuple, dict]:
+    """(function, qkv, options) of a random call."""
+    dtype = rng.choice([torch.float16, torch.bfloat16, torch.bfloat16, torch.float32])
+    nheads_k = rng.choice([1, 2, 3])
+    nheads = nheads_k * rng.choice([1, 1, 2, 4])
+    headdim = rng.choice([8, 16, 32, 40, 64, 64, 80, 96, 128, 128, 192, 256])
+    lengths = [(rng.randint(0, 700), rng.randint(0, 700)) for _ in range(rng.randint(1, 4))]
+    options = dict(causal=rng.random() < 0.5)
+    if rng.random() < 0.3:
+        options["window"] = (rng.choice([None, 0, 33, 200]), rng.choice([None, 0, 17, 300]))
+    if rng.random() < 0.2:
+        options["softcap"] = rng.choice([1.0, 20.0])
+    if rng.random() < 0.2:
+        options["softmax_scale"] = rng.choice([0.0, 0.05, -0.1])
+    if rng.random() < 0.3:
+        options.update(dropout_p=rng.choice([0.1, 0.5]), dropout_seed=rng.getrandbits(60))
+    if rng.random() < 0.2:
+        options["alibi_slopes"] = torch.rand(nheads, device="cuda")
+    kind = dict(dtype=dtype, device="cuda", nheads_k=nheads_k, seed=rng.getrandbits(30))
+    if rng.random() < 0.5:
+        batch, (seqlen_q, seqlen_k) = len(lengths), lengths[0]
+        if rng.random() < 0.3:
+            options["lengths_k"] = torch.randint(0, seqlen_k + 1, (batch,), device="cuda")
+        return (
+            "flash_attention",
+            testing.make_qkv(batch, seqlen_q, seqlen_k, nheads, headdim, **kind),
+            options,
+        )
+    rows, cols = zip(*lengths, strict=True)
+    q, k, v = (
+        t.detach()[0] for t in testing.make_qkv(1, sum(rows), sum(cols), nheads, headdim, **kind)
+    )
+    options.update(
+        cu_seqlens_q=testing.make_cu_seqlens(list(rows), "cuda"), max_seqlen_q=max(rows),
+        cu_seqlens_k=testing.make_cu_seqlens(list(cols), "cuda"), max_seqlen_k=max(cols),
+    )  # fmt: skip
+    return "flash_attention_varlen", (q, k, v), options
+
+
+@pytest.mark.parametrize("seconds", [30, pytest.param(600, marks=pytest.mark.slow)])
+def test_random_calls(seconds):
+    """Deselect the ten minutes with -m 'gpu and not slow'."""
+    end = time.monotonic() + seconds
+    seed = 0
+    while time.monotonic() < end:
+        name, qkv, options = random_case(random.Random(seed))
+        try:
+            testing.assert_matches_reference(name, qkv, **options)
+        except AssertionError as error:
+            raise AssertionError(
+                f"seed {seed}: {name} {[tuple(t.shape) for t in qkv]} {options}: {error}"
+            ) from error
+        seed += 1
+
+
+def test_packed_sequence_longer_than_promised_stops_on_the_device():
+    """In a process of its own: the assertion spoils the CUDA context."""
+    program = (
+        "import torch\nfrom flash_kernels import flash_attention_varlen\n"
+        "q = torch.randn(20, 2, 64, device='cuda', dtype=torch.float16)\n"
+        "c = torch.tensor([0, 5, 20], dtype=torch.int32, device='cuda')\n"
+        "flash_attention_varlen(q, q, q, cu_seqlens_q=c, cu_seqlens_k=c, "
+        "max_seqlen_q=14, max_seqlen_k=15)\n"
+        "torch.cuda.synchronize()\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode != 0 and "assert" in run.stderr.lower()
