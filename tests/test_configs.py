@@ -89,7 +89,7 @@ def test_a_callback_can_be_switched_off(tmp_path, text):
 
 def test_later_overrides_win():
     cfg = composed("experiment=gpt2_4k", "debug=fast", "trainer.max_steps=7")
-    assert (cfg.trainer.max_steps, cfg.data.seqlen, cfg.model.dim) == (7, 128, 128)
+    assert (cfg.trainer.max_steps, cfg.data.seqlen, cfg.model.dim) == (7, 128, 64)
 
 
 @pytest.mark.parametrize(
