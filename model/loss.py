@@ -97,14 +97,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = part @ matrix.T
             if logits.dtype in (torch.float16, torch.bfloat16):
                 logits = logits.float()
-            counted = (target != IGNORE)[:, None]
+            counted = (target != IGNORE)[:, None].to(logits.dtype)
             column = target.clamp(min=0)[:, None]
-            lse = logits.logsumexp(-1, keepdim=True)
-            loss += ((lse - logits.gather(1, column)) * counted).sum()
+            logits.sub_(logits.amax(-1, keepdim=True))
+            picked = logits.gather(1, column)
+            probs = logits.exp_()
+            total = probs.sum(-1, keepdim=True)
+            loss += ((total.log() - picked) * counted).sum()
             # d loss / d logits = softmax - one-hot of the target
-            dlogits = logits.sub_(lse).exp_()
-            dlogits.scatter_add_(1, column, -torch.ones_like(column, dtype=dlogits.dtype))
-            dlogits = (dlogits * counted).to(dtype)
+            dlogits = probs.mul_(counted / total).scatter_add_(1, column, -counted).to(dtype)
             drows.append(dlogits @ matrix)
             dweight[:vocab_size] += dlogits.T @ part
         ctx.save_for_backward(torch.cat(drows).to(rows.dtype), dweight)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tiles
+from .dq import launch_dq
 from .launch import Problem, dropout_keys, heads_per_group
 from .tile_choice import Tile, choose_tile
 
@@ -99,6 +100,13 @@ def _accumulate_dk_dv(
     else:
         lse_log2 = tl.load(lse_log2_ptr + rows)
         delta = tl.load(delta_ptr + rows)
+    if HAS_DROPOUT:
+        if MASKED:
+            row_keys = tl.load(row_keys_ptr + rows, mask=rows < seqlen_q, other=0)
+            row_multipliers = tl.load(row_multipliers_ptr + rows, mask=rows < seqlen_q, other=0)
+        else:
+            row_keys = tl.load(row_keys_ptr + rows)
+            row_multipliers = tl.load(row_multipliers_ptr + rows)
     dots = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
     scores, factor = tiles.transform_scores(
         dots, rows[None, :], cols[:, None], shift, scale_log2, softcap, slope_log2,
@@ -123,12 +131,6 @@ def _accumulate_dk_dv(
     dprobs = tl.dot(v, tl.trans(dout), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
     kept_probs = probs
     if HAS_DROPOUT:
-        if MASKED:
-            row_keys = tl.load(row_keys_ptr + rows, mask=rows < seqlen_q, other=0)
-            row_multipliers = tl.load(row_multipliers_ptr + rows, mask=rows < seqlen_q, other=0)
-        else:
-            row_keys = tl.load(row_keys_ptr + rows)
-            row_multipliers = tl.load(row_multipliers_ptr + rows)
         keep = tiles.dropout_keep(
             row_keys[None, :], row_multipliers[None, :], column_keys[:, None], dropout_threshold
         )
@@ -266,140 +268,6 @@ def dk_dv_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def _accumulate_dq(
-    dq, q, dout, lse_log2, delta, k_ptrs, v_ptrs, k_stride, v_stride, column_keys_ptr, row_keys,
-    row_multipliers, rows, dims, tile, begin, end, shift, keys_end, window, scale_log2, softcap,
-    slope_log2, dropout_threshold, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    PRECISE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys for a tile of query rows: the body of both loops."""
-    col_begin = tile * BLOCK_N
-    cols = col_begin + tl.arange(0, BLOCK_N)
-    k = tiles.load_tile(
-        k_ptrs + col_begin.to(tl.int64) * k_stride, cols, begin, end, dims, HEADDIM, BLOCK_D, MASKED
-    )  # [BLOCK_N, BLOCK_D]
-    dots = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-    scores, factor = tiles.transform_scores(
-        dots, rows[:, None], cols[None, :], shift, scale_log2, softcap, slope_log2,
-        HAS_SOFTCAP, HAS_ALIBI, PRECISE,
-    )  # fmt: skip
-    probs = tl.exp2(scores - lse_log2[:, None])
-    if MASKED:
-        visible = tiles.is_visible(
-            rows[:, None], cols[None, :], shift, keys_end, window, HAS_LEFT, HAS_RIGHT
-        )
-        probs = tl.where(visible, probs, 0.0)
-    v = tiles.load_tile(
-        v_ptrs + col_begin.to(tl.int64) * v_stride, cols, begin, end, dims, HEADDIM, BLOCK_D, MASKED
-    )  # [BLOCK_N, BLOCK_D]
-    dprobs = tl.dot(dout, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-    if HAS_DROPOUT:
-        if MASKED:
-            column_keys = tl.load(column_keys_ptr + cols, mask=cols < keys_end, other=0)
-        else:
-            column_keys = tl.load(column_keys_ptr + cols)
-        keep = tiles.dropout_keep(
-            row_keys[:, None], row_multipliers[:, None], column_keys[None, :], dropout_threshold
-        )
-        dprobs = tl.where(keep, dprobs, 0.0)
-    dscores = probs * (dprobs - delta[:, None])
-    if HAS_SOFTCAP:
-        dscores = dscores * factor
-    return tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
-
-
-@triton.jit(do_not_specialize=_LENGTHS)
-def dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, delta_ptr, dq_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, alibi_ptr,
-    row_keys_ptr, row_multipliers_ptr, column_keys_ptr,
-    q_strides, k_strides, v_strides, dout_strides, dq_strides, lse_strides, column_strides,
-    alibi_stride_batch, nheads, group_size, num_heads, seqlen_q, seqlen_k, num_tiles,
-    heads_per_group, window, scale_log2, softmax_scale, softcap, dropout_threshold, keep_scale,
-    HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_VARLEN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, PRECISE: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK_M query rows of one head.
-
-    Grid: (num_heads * num_tiles,) with num_heads = batch * nheads.
-    """
-    batch_head, row_tile = tiles.program_order(num_tiles, num_heads, heads_per_group, HAS_RIGHT)
-    batch_index = batch_head // nheads
-    head = batch_head % nheads
-    batch_64 = batch_index.to(tl.int64)
-    head_64 = head.to(tl.int64)
-    head_k = (head // group_size).to(tl.int64)
-    first_q, seqlen_q = tiles.sequence_range(cu_seqlens_q_ptr, batch_index, seqlen_q, IS_VARLEN)
-    first_k, seqlen_k = tiles.sequence_range(cu_seqlens_k_ptr, batch_index, seqlen_k, IS_VARLEN)
-    row_begin = row_tile * BLOCK_M
-    if row_begin >= seqlen_q:
-        return
-    keys_end = tiles.num_visible_keys(lengths_k_ptr, batch_index, seqlen_k, HAS_LENGTHS)
-    shift = seqlen_k - seqlen_q
-
-    rows = row_begin + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    packed_rows = first_q + rows
-    in_tile = tl.arange(0, BLOCK_N).to(tl.int64)
-    q_ptr += batch_64 * q_strides[0] + head_64 * q_strides[2]
-    dout_ptr += batch_64 * dout_strides[0] + head_64 * dout_strides[2]
-    dq_ptr += batch_64 * dq_strides[0] + head_64 * dq_strides[2]
-    k_ptr += batch_64 * k_strides[0] + head_k * k_strides[2] + first_k * k_strides[1]
-    v_ptr += batch_64 * v_strides[0] + head_k * v_strides[2] + first_k * v_strides[1]
-    k_ptrs = k_ptr + in_tile[:, None] * k_strides[1] + dims[None, :]
-    v_ptrs = v_ptr + in_tile[:, None] * v_strides[1] + dims[None, :]
-    q = tiles.load_tile(
-        q_ptr + packed_rows[:, None] * q_strides[1] + dims[None, :],
-        rows, 0, seqlen_q, dims, HEADDIM, BLOCK_D, True,
-    )  # fmt: skip
-    dout = tiles.load_tile(
-        dout_ptr + packed_rows[:, None] * dout_strides[1] + dims[None, :],
-        rows, 0, seqlen_q, dims, HEADDIM, BLOCK_D, True,
-    )  # fmt: skip
-    row_offsets = batch_64 * lse_strides[0] + head_64 * lse_strides[1] + packed_rows
-    lse_log2 = tl.load(lse_log2_ptr + row_offsets, mask=rows < seqlen_q, other=float("inf"))
-    delta = tl.load(delta_ptr + row_offsets, mask=rows < seqlen_q, other=0.0)
-    slope_log2 = tiles.load_alibi_slope(alibi_ptr, alibi_stride_batch, batch_index, head, HAS_ALIBI)
-    row_keys = rows
-    row_multipliers = rows
-    if HAS_DROPOUT:
-        row_keys = tl.load(row_keys_ptr + row_offsets, mask=rows < seqlen_q, other=0)
-        row_multipliers = tl.load(row_multipliers_ptr + row_offsets, mask=rows < seqlen_q, other=0)
-        column_keys_ptr += batch_64 * column_strides[0] + head_64 * column_strides[1] + first_k
-
-    dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    begin, end, first, full_first, full_last, last = tiles.keys_of_rows(
-        row_begin, tl.minimum(row_begin + BLOCK_M, seqlen_q), shift, keys_end, window,
-        BLOCK_N, HAS_LEFT, HAS_RIGHT,
-    )  # fmt: skip
-    for index in tl.range(0, full_first - first + last - full_last):
-        dq = _accumulate_dq(
-            dq, q, dout, lse_log2, delta, k_ptrs, v_ptrs, k_strides[1], v_strides[1],
-            column_keys_ptr, row_keys, row_multipliers, rows, dims,
-            tiles.edge_tile(index, first, full_first, full_last), begin, end, shift, keys_end,
-            window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N,
-            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE, MASKED=True,
-        )  # fmt: skip
-    for tile in tl.range(full_first, full_last):
-        dq = _accumulate_dq(
-            dq, q, dout, lse_log2, delta, k_ptrs, v_ptrs, k_strides[1], v_strides[1],
-            column_keys_ptr, row_keys, row_multipliers, rows, dims,
-            tile, begin, end, shift, keys_end, window,
-            scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N,
-            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE, MASKED=False,
-        )  # fmt: skip
-    dq = dq * (softmax_scale * keep_scale)
-    tiles.store_tile(
-        dq_ptr + packed_rows[:, None] * dq_strides[1] + dims[None, :],
-        dq, rows, seqlen_q, dims, HEADDIM, BLOCK_D,
-    )  # fmt: skip
-
-
 def compute_delta(
     problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -440,23 +308,6 @@ def launch_dk_dv(
         heads_per_group(p) // p.group_size), p.window, p.scale_log2, p.softmax_scale, p.softcap,
         p.dropout_threshold, p.keep_scale, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         GROUP_SIZE=p.group_size, **p.flags(), num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
-
-
-def launch_dq(problem: Problem, dout, lse_log2, delta, keys, dq, tile: Tile | None = None) -> None:
-    """Fill dq. `tile` overrides the table of tile_choice.py."""
-    p = problem
-    tile = tile or choose_tile("dq", p)
-    num_tiles = triton.cdiv(p.seqlen_q, tile.block_m)
-    num_heads = p.batch * p.nheads
-    dq_kernel[(num_heads * num_tiles,)](
-        p.q, p.k, p.v, dout, lse_log2, delta, dq, *p.index_tensors(), *keys.tensors,
-        p.strides(p.q), p.strides(p.k), p.strides(p.v), p.strides(dout), p.strides(dq),
-        p.lse_strides, keys.column_strides, p.alibi_stride_batch,
-        p.nheads, p.group_size, num_heads, p.seqlen_q, p.seqlen_k, num_tiles, heads_per_group(p),
-        p.window, p.scale_log2, p.softmax_scale, p.softcap, p.dropout_threshold, p.keep_scale,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **p.flags(),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 

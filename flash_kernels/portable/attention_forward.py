@@ -27,6 +27,11 @@ def attend_keys(
     """One tile of keys, [BLOCK_N, BLOCK_D]: the body of both loops (and of those in decode.py)."""
     col_begin = tile * BLOCK_N
     cols = col_begin + tl.arange(0, BLOCK_N)
+    if HAS_DROPOUT:  # before the products, which hide the latency of a load that is not pipelined
+        if MASKED:
+            column_keys = tl.load(column_keys_ptr + cols, mask=cols < keys_end, other=0)
+        else:
+            column_keys = tl.load(column_keys_ptr + cols)
     k = tiles.load_tile(
         k_ptrs + col_begin.to(tl.int64) * k_stride, cols, begin, end, dims, HEADDIM, BLOCK_D, MASKED
     )  # [BLOCK_N, BLOCK_D]
@@ -60,10 +65,6 @@ def attend_keys(
     row_sum = row_sum * decay + tl.sum(probs, 1)
     acc = acc * decay[:, None]
     if HAS_DROPOUT:
-        if MASKED:
-            column_keys = tl.load(column_keys_ptr + cols, mask=cols < keys_end, other=0)
-        else:
-            column_keys = tl.load(column_keys_ptr + cols)
         keep = tiles.dropout_keep(
             row_keys[:, None], row_multipliers[:, None], column_keys[None, :], dropout_threshold
         )

@@ -18,13 +18,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flash_kernels.portable import attention_backward, attention_forward
+from flash_kernels.portable import attention_backward, attention_forward, dq
 from flash_kernels.portable.tile_choice import Tile, family_of_capability, table_tile
 
 _KERNELS = {
     "forward": attention_forward.attention_forward_kernel,
     "dk_dv": attention_backward.dk_dv_kernel,
-    "dq": attention_backward.dq_kernel,
+    "dq": dq.dq_kernel,
     "delta": attention_backward.delta_kernel,
 }
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
