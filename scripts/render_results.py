@@ -34,17 +34,18 @@ def compare_attention(record: dict) -> str:
     rows = [
         [
             row["model"],
-            row["attention"] + (" (other order of sums)" if "other" in row["run"] else ""),
+            row["attention"],
             f"{row['tokens_per_s']:,.0f}",
             f"{row['mfu_full']:.1%} / {row['mfu_causal']:.1%}",
             f"{row['peak_gib']:.1f}",
+            f"{row['first_loss']:.4f}",
             f"{row['last_loss']:.4f}",
-            f"{row['val_loss']:.4f}",
         ]
         for row in record["rows"]
+        if "tokens_per_s" in row
     ]
     header = ["experiment", "attention", "tokens/s", "MFU full / causal", "peak GiB"]
-    text = table([*header, "last loss", "validation loss"], rows)
+    text = table([*header, "first loss", "last loss"], rows)
     verdicts = []
     for curve in record["loss_curves"]:
         ours = curve["flash_to_sdpa"]["mean_abs"]

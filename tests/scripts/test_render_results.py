@@ -18,8 +18,8 @@ def test_a_changed_record_changes_the_readme(tmp_path, monkeypatch):
         "mfu_full": 0.5,
         "mfu_causal": 0.45,
         "peak_gib": 12.34,
-        "last_loss": 3.0,
-        "val_loss": 3.5,
+        "first_loss": 11.0,
+        "last_loss": 3.5,
     }
     drift = {"mean_abs": 0.001, "max_abs": 0.002}
     record = {
@@ -35,5 +35,5 @@ def test_a_changed_record_changes_the_readme(tmp_path, monkeypatch):
     }
     (tmp_path / "compare_attention.json").write_text(render_results.json.dumps(record))
     text = render_results.updated(readme)
-    assert "| gpt2_1k | flash | 123,457 | 50.0% / 45.0% | 12.3 | 3.0000 | 3.5000 |" in text
+    assert "| gpt2_1k | flash | 123,457 | 50.0% / 45.0% | 12.3 | 11.0000 | 3.5000 |" in text
     assert text.startswith("top\n") and text.endswith("\nbottom\n")
