@@ -91,7 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, rows, weight, targets, vocab_size, chunk_tokens, dtype):
         matrix = weight[:vocab_size].to(dtype)
         loss = torch.zeros((), device=rows.device)
-        dweight = torch.zeros_like(weight)
+        dmatrix = torch.zeros_like(matrix, dtype=weight.dtype)
         drows = []
         for part, target in _chunks(rows.to(dtype), targets, chunk_tokens):
             logits = part @ matrix.T
@@ -103,11 +103,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             picked = logits.gather(1, column)
             probs = logits.exp_()
             total = probs.sum(-1, keepdim=True)
-            loss += ((total.log() - picked) * counted).sum()
+            # Sums out of place: compiled by torch 2.11, gradients of sums in place are wrong.
+            loss = loss + ((total.log() - picked) * counted).sum(dtype=torch.float32)
             # d loss / d logits = softmax - one-hot of the target
             dlogits = probs.mul_(counted / total).scatter_add_(1, column, -counted).to(dtype)
             drows.append(dlogits @ matrix)
-            dweight[:vocab_size] += dlogits.T @ part
+            dmatrix = dmatrix + dlogits.T @ part
+        dweight = F.pad(dmatrix, (0, 0, 0, len(weight) - vocab_size))
         ctx.save_for_backward(torch.cat(drows).to(rows.dtype), dweight)
         return loss
 

@@ -130,3 +130,21 @@ def test_chunked_loss_compiles_without_a_graph_break():
 def test_chunked_shapes_must_agree():
     with pytest.raises(ValueError, match=r"\(2, 5\), got \(2, 4\)"):
         chunked(torch.zeros(2, 5, 8), torch.zeros(7, 8), torch.zeros(2, 4).long(), 7, 3)
+
+
+@pytest.mark.gpu
+def test_chunked_loss_compiled_under_autocast_has_the_gradients_of_the_eager_one():
+    """Inductor of torch 2.11 got sums in place wrong, in autocast only."""
+    hidden = torch.randn(2, 300, 64, device="cuda", requires_grad=True)
+    weight = torch.randn(1152, 64, device="cuda", requires_grad=True)
+    labels = torch.randint(0, 1100, (2, 300), device="cuda")
+
+    def loss_of(hidden, weight):
+        return chunked(hidden, weight, labels, 1100, 200)[0]
+
+    with torch.autocast("cuda", torch.bfloat16):
+        losses = [loss_of(hidden, weight), torch.compile(loss_of)(hidden, weight)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=0)
+    eager, compiled = (torch.autograd.grad(loss, (hidden, weight)) for loss in losses)
+    for got, expected in zip(compiled, eager, strict=True):
+        assert (got - expected).norm() <= 0.01 * expected.norm()
