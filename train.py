@@ -31,7 +31,7 @@ from model.task import step_seed
 
 WANTS_TRACEBACK = bool(os.environ.get("HYDRA_FULL_ERROR"))
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
-BUILD_ERRORS = (*CONFIGURATION_ERRORS, ValueError, TypeError, OSError)
+BUILD_ERRORS = (*CONFIGURATION_ERRORS, ValueError, TypeError, OSError, ImportError)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
@@ -117,6 +117,8 @@ def build(cfg: DictConfig):
     task.micro_batch(per_step // trainer.world_size, data.seqlen)
     if cfg.init_from is not None and run.ckpt_path is None:
         load_into(task.model, cfg.init_from)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        data.prepare_data()  # may download and tokenize for an hour: all else was checked before
     return cfg, run, data, task, trainer
 
 
@@ -227,8 +229,8 @@ def one_line_errors(kinds: tuple[type[Exception], ...]):
         if WANTS_TRACEBACK:
             raise
         cause = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
+        while isinstance(cause, HydraException) and cause.__cause__ is not None:
+            cause = cause.__cause__  # what the constructor itself said
         sys.exit("error: " + " ".join(str(cause).split()))
 
 

@@ -101,6 +101,7 @@ def test_later_overrides_win():
         (["data.batch_tokens=1000"], "batch_tokens"),
         (["model.max_seqlen=64"], "data.seqlen=256 is longer than the 64 positions"),
         (["data.source=missing.txt"], "missing.txt"),
+        (["data.source=hf:nobody/nothing"], "no network|cannot be reached|local files"),
         (["attention=flash"], "needs a GPU; use attention=sdpa"),
         (["model.nheads=3"], "dim .16. must be a multiple of nheads .3."),
         (["task.micro_batch_tokens=768"], "must divide into micro-batches of 3"),
@@ -108,7 +109,10 @@ def test_later_overrides_win():
         (["+model.vocab_size=100"], "model.vocab_size=100 must be at least 50257"),
     ],
 )
-def test_wrong_configuration_says_what_to_do_in_one_line(overrides, message, tmp_path, text):
+def test_wrong_configuration_says_what_to_do_in_one_line(
+    overrides, message, tmp_path, text, monkeypatch
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(SystemExit, match=message) as stop:
         with train.one_line_errors(train.BUILD_ERRORS):
             train.build(small(tmp_path, text, *overrides))
