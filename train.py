@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from hydra.utils import get_object, instantiate
 from lightning import Trainer
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -31,7 +32,14 @@ from model.task import step_seed
 
 WANTS_TRACEBACK = bool(os.environ.get("HYDRA_FULL_ERROR"))
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
-BUILD_ERRORS = (*CONFIGURATION_ERRORS, ValueError, TypeError, OSError, ImportError)
+BUILD_ERRORS = (
+    *CONFIGURATION_ERRORS,
+    MisconfigurationException,
+    ValueError,
+    TypeError,
+    OSError,
+    ImportError,
+)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
@@ -48,13 +56,18 @@ def main(cfg: DictConfig) -> float:
     say(f"run folder: {run.folder}")
     try:
         trainer.fit(task, data, ckpt_path=run.ckpt_path, weights_only=True)
-        if trainer.interrupted:
-            say(f"stopped at step {trainer.global_step}; continue with ckpt_path or resume=auto")
-            return float("inf")
-        return report(cfg, run, data, task, trainer)
-    finally:
-        for logger in trainer.loggers:
-            logger.finalize("finished")
+        loss = report(cfg, run, data, task, trainer)
+    except BaseException:
+        finalize(trainer, "failed")
+        raise
+    finalize(trainer, "success")
+    return loss
+
+
+def finalize(trainer: Trainer, status: str) -> None:
+    """Close every logger. Lightning does it after fit; the last validation may have come later."""
+    for logger in trainer.loggers:
+        logger.finalize(status)
 
 
 def build(cfg: DictConfig):
@@ -65,7 +78,12 @@ def build(cfg: DictConfig):
             what to change.
     """
     check_options(cfg)
-    distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    # Processes that plan for themselves must come to the same folder.
+    distributed = (
+        cfg.trainer.devices != 1
+        or cfg.trainer.get("num_nodes", 1) != 1
+        or int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1"))) > 1
+    )
     run = plan_run(
         cfg.run_name,
         cfg.runs_root,
@@ -87,6 +105,11 @@ def build(cfg: DictConfig):
     on_gpu = cfg.trainer.accelerator in ("cuda", "gpu", "auto") and torch.cuda.is_available()
     if cfg.trainer.precision == "auto":
         cfg.trainer.precision = "bf16-mixed" if on_gpu else "32-true"
+    if cfg.trainer.precision not in ("bf16-mixed", "32-true"):
+        raise ValueError(
+            "trainer.precision must be auto, bf16-mixed or 32-true (clipping does not know a loss "
+            f"scale of fp16), got {cfg.trainer.precision}"
+        )
     data = instantiate(cfg.data)
     callbacks = instantiate_all(cfg.callbacks)
     trainer = instantiate(
@@ -115,10 +138,12 @@ def build(cfg: DictConfig):
     torch.manual_seed(step_seed(cfg.seed, -1, 0))  # initial weights: the same on every rank
     task = instantiate(cfg.task)
     task.micro_batch(per_step // trainer.world_size, data.seqlen)
+    task.make_optimizer(torch.nn.Linear(1, 1))  # refuses what the optimizer refuses
     if cfg.init_from is not None and run.ckpt_path is None:
         load_into(task.model, cfg.init_from)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         data.prepare_data()  # may download and tokenize for an hour: all else was checked before
+        data.setup()
     return cfg, run, data, task, trainer
 
 
@@ -139,7 +164,7 @@ def report(cfg: DictConfig, run, data, task, trainer: Trainer) -> float:
         loss = float("inf")
         say("no validation: data.val_fraction=0 holds nothing out")
     if cfg.sample_prompt and rank_zero_only.rank == 0 and trainer.world_size == 1:
-        model = task.model.eval()
+        model = task.model.eval().to(trainer.strategy.root_device)  # fit moves it to the CPU
         ids = torch.tensor([data.tokenizer.encode(cfg.sample_prompt)], device=task.device)
         rng = torch.Generator(task.device).manual_seed(cfg.seed)
         ids = generate(model, ids, cfg.sample_tokens, temperature=0.8, top_k=50, generator=rng)

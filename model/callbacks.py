@@ -75,8 +75,12 @@ class Metrics(Callback):
     def on_train_start(self, trainer: Trainer, task: LightningModule) -> None:
         device = task.device
         if device.type == "cuda":
-            self._peak = peak_flops(torch.cuda.get_device_name(device))
+            name = torch.cuda.get_device_name(device)
+            self._peak = peak_flops(name)
             torch.cuda.reset_peak_memory_stats(device)
+            if self.display and trainer.is_global_zero:
+                peak = f"of {self._peak / 1e12:.1f} TFLOP/s, its dense bf16 peak" * bool(self._peak)
+                self.display.message(f"MFU on {name}: {peak or 'none, its peak is not known'}")
         for logger in trainer.loggers:
             if isinstance(logger, CsvLogger):
                 logger.forget_after(trainer.global_step)
@@ -139,9 +143,8 @@ class Metrics(Callback):
         self.resume_clock()
 
     def pause_clock(self, task: LightningModule) -> None:
-        """Stop counting time as training time, once the steps under way are done."""
-        if task.device.type == "cuda":
-            torch.cuda.synchronize(task.device)
+        """Write out the steps so far and stop counting time as training time."""
+        self._flush(task.trainer, task)
         self._paused_at = time.perf_counter()
 
     def resume_clock(self) -> None:

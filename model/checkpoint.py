@@ -45,6 +45,7 @@ class _HashingFile:
 
 def _write_atomically(path: Path, write: Callable) -> None:
     """Call write(file) on a temporary neighbour of `path`, flush it to disk, rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     try:
         with part.open("wb") as file:
@@ -88,6 +89,14 @@ def is_intact(path: Path) -> bool:
         return hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"]
 
 
+def refuse_damaged(path: Path) -> None:
+    """Raise ValueError if the manifest beside `path` lists it with another hash."""
+    if path.name in read_manifest(path.parent) and not is_intact(path):
+        raise ValueError(
+            f"{path} is damaged: its SHA-256 differs from {MANIFEST}; take another one"
+        )
+
+
 def newest_intact(folder: Path) -> Path | None:
     """The intact checkpoint of the highest step in `folder`, with a warning for each broken one."""
     manifest = read_manifest(folder)
@@ -114,6 +123,7 @@ def find_checkpoint(run: str | Path, which: str = "best", runs_root: str = "outp
     """
     path = Path(run)
     if path.is_file():
+        refuse_damaged(path)
         return path
     if not path.is_dir():
         path = Path(runs_root) / run
@@ -126,8 +136,10 @@ def find_checkpoint(run: str | Path, which: str = "best", runs_root: str = "outp
     if which not in ("best", "last"):
         raise ValueError(f"which must be best or last, got {which!r}")
     best = [name for name in read_manifest(folder) if name.startswith("best-")]
-    if which == "best" and best and is_intact(folder / max(best)):
-        return folder / max(best)
+    if which == "best" and best:
+        if is_intact(folder / max(best)):
+            return folder / max(best)
+        warnings.warn(f"{folder / max(best)} is damaged; taking the last one", stacklevel=2)
     found = newest_intact(folder)
     if found is None:
         raise FileNotFoundError(f"{folder} holds no intact checkpoint; train the run further first")
@@ -157,11 +169,14 @@ def load_run(
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes one checkpoint file so that a crash leaves the old state or the new one."""
+    """Writes one checkpoint file so that a crash leaves the old state or the new one.
+
+    A file that cannot be written (a full disk) is a warning, not an error: rank 0 alone writes, and
+    must meet the others at the barrier that follows. The manifest does not list such a file.
+    """
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         entry = {"step": checkpoint["global_step"]}
 
         def write(file) -> None:
@@ -175,8 +190,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             entry["sha256"] = hashing.sha256.hexdigest()
             entry["bytes"] = hashing.num_bytes
 
-        _write_atomically(path, write)
-        _write_manifest(path.parent, read_manifest(path.parent) | {path.name: entry})
+        try:
+            _write_atomically(path, write)
+            _write_manifest(path.parent, read_manifest(path.parent) | {path.name: entry})
+        except OSError as error:
+            warnings.warn(
+                f"checkpoint {path} was not saved ({error}); training goes on, older ones hold",
+                stacklevel=2,
+            )
 
     def load_checkpoint(self, path, map_location=None, weights_only: bool | None = True) -> dict:
         return super().load_checkpoint(path, map_location or "cpu", weights_only=True)
@@ -214,6 +235,10 @@ class Checkpoints(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, task: LightningModule) -> None:
         self._saved_step = trainer.global_step
+        if trainer.is_global_zero:
+            # Later steps are done again; the next resume must not find the old ones.
+            manifest = read_manifest(self.folder)
+            self._drop(manifest, [n for n in manifest if manifest[n]["step"] > self._saved_step])
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx) -> None:
         step = trainer.global_step
@@ -221,7 +246,7 @@ class Checkpoints(Checkpoint):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, task: LightningModule) -> None:
-        if not trainer.training and trainer.state.fn != "fit":
+        if trainer.state.fn != "fit":
             return
         loss = float(trainer.callback_metrics["val/loss"])
         best = loss < self.best_loss
@@ -235,26 +260,21 @@ class Checkpoints(Checkpoint):
             self.save(trainer)
 
     def save(self, trainer: Trainer, best: bool = False) -> None:
-        """Write step-N.ckpt, name it best-N.ckpt too if it is, remove what is too old."""
+        """Write step-N.ckpt, name it best-N.ckpt too if it is, remove what is too old.
+
+        Metrics up to this step are written out before: a resume continues below them.
+        """
         step = trainer.global_step
         path = self.folder / f"step-{step:08d}.ckpt"
         clocks = [c for c in trainer.callbacks if hasattr(c, "pause_clock")]
         for clock in clocks:
             clock.pause_clock(trainer.lightning_module)
-        try:
-            trainer.save_checkpoint(path)
-            if trainer.is_global_zero:
-                self._tidy(path, best)
-            self._saved_step = step
-        except OSError as error:
-            warnings.warn(
-                f"checkpoint of step {step} was not saved ({error}); training goes on with the "
-                f"older ones in {self.folder}",
-                stacklevel=2,
-            )
-        finally:
-            for clock in clocks:
-                clock.resume_clock()
+        trainer.save_checkpoint(path)
+        self._saved_step = step
+        if trainer.is_global_zero and path.name in read_manifest(self.folder):
+            self._tidy(path, best)
+        for clock in clocks:
+            clock.resume_clock()
 
     def _tidy(self, path: Path, best: bool) -> None:
         manifest = read_manifest(self.folder)
@@ -266,13 +286,18 @@ class Checkpoints(Checkpoint):
             os.link(path, self.folder / name)  # the same bytes under a second name
             manifest[name] = manifest[path.name]
             old = [other for other in old if other != name]
-        for name in old:
+        self._drop(manifest, old)
+
+    def _drop(self, manifest: dict[str, dict], names: list[str]) -> None:
+        for name in names:
             del manifest[name]
-        _write_manifest(self.folder, manifest)
-        for name in old:
+        if manifest or names:
+            _write_manifest(self.folder, manifest)
+        for name in names:
             (self.folder / name).unlink(missing_ok=True)
 
 
 def _validates_at(trainer: Trainer, step: int) -> bool:
     interval = trainer.val_check_batch
-    return bool(trainer.enable_validation and interval and step % interval == 0)
+    has_batches = trainer.enable_validation and sum(trainer.num_val_batches) > 0
+    return bool(has_batches and interval and step % interval == 0)

@@ -61,6 +61,8 @@ class CsvLogger(Logger):
     def save(self) -> None:
         if not self._rows:
             return
+        if self._last is None and self.path.exists():
+            self._find_last()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
@@ -73,6 +75,17 @@ class CsvLogger(Logger):
                 self._last = (row, file.tell())
                 writer.writerow({key: _text(value) for key, value in row.items()})
         self._rows.clear()
+
+    def _find_last(self) -> None:
+        """Take up the last row of an existing file, which may still get its validation metrics."""
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        if len(lines) < 2:
+            return
+        row = dict(zip(COLUMNS, next(csv.reader([lines[-1].decode()])), strict=True))
+        row["step"] = int(row["step"])
+        self._last = (row, self.path.stat().st_size - len(lines[-1]))
+        if row["step"] in self._rows:
+            self._rows[row["step"]] = row | self._rows[row["step"]]
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -93,6 +106,11 @@ class PatientWandbLogger(WandbLogger):
     @rank_zero_only
     def log_hyperparams(self, params, *args, **kwargs) -> None:
         self._try("the configuration", super().log_hyperparams, params)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """End the W&B run; the next one of a sweep gets its own."""
+        self._try("the end", lambda: self.experiment.finish(exit_code=int(status == "failed")))
 
     def _try(self, what: str, log, *args) -> None:
         try:

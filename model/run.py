@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from model.checkpoint import newest_intact
+from model.checkpoint import newest_intact, refuse_damaged
 
 RECORDED_PACKAGES = "flashtrain torch triton lightning numpy datasets tiktoken wandb".split()
 
@@ -47,6 +47,7 @@ def plan_run(
 
     Raises:
         ValueError: resume is neither null nor auto, or both it and ckpt_path are given.
+            ckpt_path is damaged or in no run.
         FileNotFoundError: there is no file at ckpt_path.
         FileExistsError: the name is taken and shared_name is set.
     """
@@ -58,6 +59,12 @@ def plan_run(
         path = Path(ckpt_path)
         if not path.is_file():
             raise FileNotFoundError(f"ckpt_path must be a checkpoint file, there is none at {path}")
+        if path.resolve().parent.name != "checkpoints":
+            raise ValueError(
+                f"ckpt_path must lie in a run's checkpoints folder, got {path}; to start a new "
+                "run from weights use init_from"
+            )
+        refuse_damaged(path)
         folder = path.resolve().parent.parent
         return Run(folder, _read_id(folder) or _new_id(name), path)
     taken = [folder for folder in _runs_of(name, Path(root)) if any(folder.iterdir())]

@@ -142,7 +142,16 @@ class CausalLMTask(LightningModule):
         optimizer = self.make_optimizer(self.model)
         for group in optimizer.param_groups:
             group["peak_lr"] = float(group["lr"])
+        self._configured = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
         return optimizer
+
+    def on_train_start(self) -> None:
+        # A resumed optimizer brings the options it was saved with: the configured ones hold.
+        for group, options in zip(self.optimizers().param_groups, self._configured, strict=True):
+            group.update(options)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         optimizer = self.optimizers()

@@ -101,6 +101,8 @@ def distance(a: list[dict], b: list[dict]) -> dict:
 
 def main() -> None:
     args = arguments()
+    if Path(args.runs_root).exists():
+        sys.exit(f"{args.runs_root} holds runs of another time; remove it or give --runs-root")
     for experiment in args.experiments:
         for name in ("flash", "sdpa"):
             finish(start(args, experiment, name))

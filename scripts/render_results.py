@@ -52,7 +52,8 @@ def compare_attention(record: dict) -> str:
         noise = curve["sdpa_to_sdpa_other_order"]["mean_abs"]
         verdicts.append(
             f"{curve['model']}: over the steps flash is {ours:.5f} nats from SDPA on average, and "
-            f"SDPA with another order of sums is {noise:.5f} from itself."
+            f"SDPA with another order of sums is {noise:.5f} from itself: "
+            + ("within rounding." if curve["flash_within_noise"] else "not within rounding.")
         )
     steps, batch = record["settings"]["steps"], record["settings"]["batch_tokens"]
     title = (

@@ -87,6 +87,21 @@ def test_a_callback_can_be_switched_off(tmp_path, text):
     assert [type(c).__name__ for c in trainer.callbacks] == ["Metrics"]
 
 
+def readme_commands():
+    lines = (CONFIGS.parent / "README.md").read_text().splitlines()
+    commands = [line.split("#")[0].split() for line in lines if line.startswith("python train.py")]
+    return [command[2:] for command in commands if "--help" not in command]
+
+
+@pytest.mark.parametrize("arguments", readme_commands(), ids=" ".join)
+def test_commands_of_the_readme_compose(arguments):
+    cfg = composed(*[a.split(",")[0] for a in arguments if a not in ("-m", "...")])
+    train.check_options(cfg)
+    assert cfg.data.batch_tokens % cfg.data.seqlen == 0
+    if cfg.model.dim > 64:  # not the quickstart: its learning rate and batch are for a toy
+        assert cfg.optimizer.lr <= 6e-4 and cfg.data.batch_tokens == 524_288
+
+
 def test_later_overrides_win():
     cfg = composed("experiment=gpt2_4k", "debug=fast", "trainer.max_steps=7")
     assert (cfg.trainer.max_steps, cfg.data.seqlen, cfg.model.dim) == (7, 128, 64)
@@ -99,12 +114,14 @@ def test_later_overrides_win():
         (["optimizer.lr=fast"], "optimizer.lr must be float, got 'fast'"),
         (["model.depth=1.5"], "model.depth must be int, got 1.5"),
         (["data.batch_tokens=1000"], "batch_tokens"),
-        (["model.max_seqlen=64"], "data.seqlen=256 is longer than the 64 positions"),
+        (["model.max_seqlen=64"], "data.seqlen=128 is longer than the 64 positions"),
         (["data.source=missing.txt"], "missing.txt"),
         (["data.source=hf:nobody/nothing"], "no network|cannot be reached|local files"),
         (["attention=flash"], "needs a GPU; use attention=sdpa"),
         (["model.nheads=3"], "dim .16. must be a multiple of nheads .3."),
-        (["task.micro_batch_tokens=768"], "must divide into micro-batches of 3"),
+        (["task.micro_batch_tokens=384"], "must divide into micro-batches of 3"),
+        (["trainer.precision=16-mixed"], "must be auto, bf16-mixed or 32-true"),
+        (["optimizer.lr=-1.0"], "Invalid learning rate: -1.0"),
         (["resume=always"], "resume must be null or auto, got 'always'"),
         (["+model.vocab_size=100"], "model.vocab_size=100 must be at least 50257"),
     ],

@@ -43,7 +43,7 @@ _HALF = {
 # With dropout, where its registers make another tile better.
 _HALF_DROPOUT = {
     ("forward", "hopper"): (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
-    ("dk_dv", "hopper"): (Tile(64, 128, 8, 2), Tile(64, 128, 8, 2), Tile(32, 64, 8, 2)),
+    ("dk_dv", "hopper"): (Tile(64, 128, 8, 2), Tile(32, 128, 8, 3), Tile(32, 64, 8, 2)),
     ("dq", "hopper"): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2)),
 }
 # float32 with IEEE products runs on the FMA units: small tiles, every family alike.

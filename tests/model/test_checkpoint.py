@@ -77,7 +77,7 @@ def test_full_disk_leaves_the_older_checkpoint_and_no_fragment(tmp_path, monkeyp
 
     real = ckpt._HashingFile
     monkeypatch.setattr(ckpt, "_HashingFile", lambda file: real(FullDisk()))
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.warns(UserWarning, match="was not saved .*No space left"):
         save(tmp_path, 10)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["manifest.json", older.name]
     assert newest_intact(tmp_path) == older
@@ -124,6 +124,15 @@ def test_find_checkpoint_by_name_folder_and_file(tmp_path):
     assert find_checkpoint("mine", "best", root) == path  # nothing was validated yet
     assert find_checkpoint(folder.parent, "last") == path
     assert find_checkpoint(path) == path
+    best = folder / "best-00000007.ckpt"
+    best.write_bytes(b"torn")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {best.name: manifest[path.name]}))
+    with pytest.warns(UserWarning, match="best-00000007.ckpt is damaged"):
+        assert find_checkpoint("mine", "best", root) == path
+    with pytest.raises(ValueError, match="best-00000007.ckpt is damaged"):
+        find_checkpoint(best)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(FileNotFoundError, match="no run at theirs"):
         find_checkpoint("theirs", runs_root=root)
     path.unlink()

@@ -69,6 +69,7 @@ def test_processes_that_share_a_name_never_number_it(tmp_path):
         ({"resume": "yes"}, ValueError, "resume must be null or auto, got 'yes'"),
         ({"resume": "auto", "ckpt_path": "x"}, ValueError, "not both"),
         ({"ckpt_path": "nowhere.ckpt"}, FileNotFoundError, "there is none at nowhere.ckpt"),
+        ({"ckpt_path": __file__}, ValueError, "must lie in a run's checkpoints folder"),
     ],
 )
 def test_contradictions_are_refused(tmp_path, options, error, message):

@@ -67,8 +67,18 @@ def make_task(
     )
 
 
-def fit(task, folder, *, stop=None, ckpt_path=None, ragged=False, every_n_steps=1, val_every=3):
-    checkpoints = Checkpoints(folder=str(folder), every_n_steps=every_n_steps)
+def fit(
+    task,
+    folder,
+    *,
+    stop=None,
+    ckpt_path=None,
+    ragged=False,
+    val_every=3,
+    data=None,
+    **checkpointing,
+):
+    checkpoints = Checkpoints(folder=str(folder), **{"every_n_steps": 1, **saving})
     trainer = Trainer(
         accelerator="cpu",
         max_steps=stop or task.max_steps,
@@ -81,7 +91,8 @@ def fit(task, folder, *, stop=None, ckpt_path=None, ragged=False, every_n_steps=
         enable_model_summary=False,
         logger=False,
     )
-    trainer.fit(task, RandomTokens(ragged), ckpt_path=ckpt_path, weights_only=True)
+    data = data or RandomTokens(ragged)
+    trainer.fit(task, data, ckpt_path=ckpt_path, weights_only=True)
     return trainer
 
 
@@ -152,6 +163,32 @@ def test_validation_loss_is_the_mean_over_labelled_tokens(tmp_path):
         count += keep.sum().item()
     assert trainer.callback_metrics["val/loss"].item() == pytest.approx(total / count, rel=1e-5)
     assert task.validated_step == 3
+
+
+def test_saves_do_not_wait_for_a_validation_that_has_no_data(tmp_path):
+    class NothingHeldOut(RandomTokens):
+        def val_dataloader(self):
+            return []
+
+    fit(make_task(), tmp_path, every_n_steps=3, keep_last=9, data=NothingHeldOut())
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == [
+        "step-00000003.ckpt",
+        "step-00000006.ckpt",
+    ]
+
+
+def test_continuing_an_older_checkpoint_forgets_the_later_ones(tmp_path):
+    fit(make_task(), tmp_path, keep_last=9)
+    resumed = make_task()
+    fit(resumed, tmp_path, ckpt_path=tmp_path / "step-00000002.ckpt", stop=4, keep_last=9)
+    assert newest_intact(tmp_path).name == "step-00000004.ckpt"
+
+
+def test_configured_optimizer_options_hold_after_a_resume(tmp_path):
+    fit(make_task(lr=1e-2), tmp_path, stop=3)
+    resumed = make_task(lr=2e-2)
+    fit(resumed, tmp_path, ckpt_path=newest_intact(tmp_path), stop=4)
+    assert resumed.optimizers().param_groups[0]["peak_lr"] == 2e-2
 
 
 def test_checkpoint_rebuilds_the_model_alone(tmp_path):
