@@ -78,7 +78,7 @@ def fit(
     data=None,
     **checkpointing,
 ):
-    checkpoints = Checkpoints(folder=str(folder), **{"every_n_steps": 1, **saving})
+    checkpoints = Checkpoints(folder=str(folder), **{"every_n_steps": 1, **checkpointing})
     trainer = Trainer(
         accelerator="cpu",
         max_steps=stop or task.max_steps,
