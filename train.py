@@ -56,6 +56,10 @@ def main(cfg: DictConfig) -> float:
     say(f"run folder: {run.folder}")
     try:
         trainer.fit(task, data, ckpt_path=run.ckpt_path, weights_only=True)
+        if trainer.global_step < trainer.max_steps:
+            say(
+                f"stopped at step {trainer.global_step}; resume=auto run_name={cfg.run_name} goes on"
+            )
         loss = report(cfg, run, data, task, trainer)
     except BaseException:
         finalize(trainer, "failed")

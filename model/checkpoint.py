@@ -8,6 +8,8 @@ hash differs, is never loaded. Everything opens with ``weights_only=True``.
 import hashlib
 import json
 import os
+import signal
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -208,6 +210,7 @@ class Checkpoints(Checkpoint):
 
     A save that falls on a validation step waits for the validation, so that a resume finds it done.
     A save that fails (a full disk) is reported and training goes on: older checkpoints stay whole.
+    In a run of one process Ctrl-C ends training after the step under way, with a checkpoint.
 
     Args:
         folder: the run's ``checkpoints`` folder.
@@ -226,6 +229,7 @@ class Checkpoints(Checkpoint):
         self.keep_last = keep_last
         self.best_loss = float("inf")
         self._saved_step = -1
+        self._restore_interrupt = lambda: None
 
     def state_dict(self) -> dict:
         return {"best_loss": self.best_loss}
@@ -235,6 +239,8 @@ class Checkpoints(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, task: LightningModule) -> None:
         self._saved_step = trainer.global_step
+        if trainer.world_size == 1 and threading.current_thread() is threading.main_thread():
+            self._stop_on_interrupt(trainer)
         if trainer.is_global_zero:
             # Later steps are done again; the next resume must not find the old ones.
             manifest = read_manifest(self.folder)
@@ -254,6 +260,20 @@ class Checkpoints(Checkpoint):
             self.best_loss = loss
         if best or trainer.global_step % self.every_n_steps == 0:
             self.save(trainer, best=best)
+
+    def _stop_on_interrupt(self, trainer: Trainer) -> None:
+        before = signal.getsignal(signal.SIGINT)
+
+        def stop(signum, frame) -> None:
+            print("\nstopping after this step, with a checkpoint; Ctrl-C again stops at once")
+            trainer.should_stop = True
+            signal.signal(signal.SIGINT, before)
+
+        signal.signal(signal.SIGINT, stop)
+        self._restore_interrupt = lambda: signal.signal(signal.SIGINT, before)
+
+    def teardown(self, trainer: Trainer, task: LightningModule, stage: str) -> None:
+        self._restore_interrupt()
 
     def on_train_end(self, trainer: Trainer, task: LightningModule) -> None:
         if self._saved_step != trainer.global_step:

@@ -30,12 +30,12 @@ def workplace(tmp_path_factory):
     return folder
 
 
-def run(workplace, *overrides, code=0):
+def run(workplace, *overrides, code=0, launcher=()):
     replaced = {override.split("=")[0] for override in overrides}
     defaults = [*SMALL, f"data.source={workplace}/text", f"data.root={workplace}/data"]
     defaults = [default for default in defaults if default.split("=")[0] not in replaced]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *overrides, *defaults],
+        [sys.executable, *launcher, str(ROOT / "train.py"), *overrides, *defaults],
         cwd=workplace,
         capture_output=True,
         text=True,
@@ -86,6 +86,24 @@ def test_stop_and_resume_equals_no_stop_bitwise(workplace):
         [[row[key] for key in keep] for row in rows(workplace, name)] for name in ("whole", "cut")
     )
     assert cut == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_train_like_one(workplace, strategy):
+    """Two micro-batches a step on each process, against one batch on one process."""
+    options = ["trainer.max_steps=4", "model.embd_dropout=0", "model.resid_dropout=0"]
+    options += ["model.attn_dropout=0", "task.micro_batch_tokens=64"]
+    one = f"one-for-{strategy}"
+    run(workplace, f"run_name={one}", *options)
+    options += [f"trainer={strategy}", "trainer.accelerator=cpu", "trainer.devices=2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run(workplace, f"run_name={strategy}", *options, launcher=launcher)
+    losses = {
+        name: [float(row["train/loss"]) for row in rows(workplace, name)]
+        for name in (one, strategy)
+    }
+    assert losses[strategy] == pytest.approx(losses[one], rel=1e-5)
 
 
 @pytest.mark.slow
