@@ -57,9 +57,7 @@ def main(cfg: DictConfig) -> float:
     try:
         trainer.fit(task, data, ckpt_path=run.ckpt_path, weights_only=True)
         if trainer.global_step < trainer.max_steps:
-            say(
-                f"stopped at step {trainer.global_step}; resume=auto run_name={cfg.run_name} goes on"
-            )
+            say(f"stopped at step {trainer.global_step}; resume=auto goes on from there")
         loss = report(cfg, run, data, task, trainer)
     except BaseException:
         finalize(trainer, "failed")
