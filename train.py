@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from model.checkpoint import AtomicCheckpointIO, Checkpoints
 from model.generation import generate
 from model.hf import load_into
+from model.loggers import PatientWandbLogger
 from model.run import plan_run, record_run
 from model.task import step_seed
 
@@ -67,9 +68,11 @@ def main(cfg: DictConfig) -> float:
 
 
 def finalize(trainer: Trainer, status: str) -> None:
-    """Close every logger. Lightning does it after fit; the last validation may have come later."""
+    """Close every logger: the last validation may have come after Lightning did."""
     for logger in trainer.loggers:
         logger.finalize(status)
+        if isinstance(logger, PatientWandbLogger):
+            logger.finish(status)
 
 
 def build(cfg: DictConfig):

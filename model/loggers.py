@@ -108,8 +108,9 @@ class PatientWandbLogger(WandbLogger):
         self._try("the configuration", super().log_hyperparams, params)
 
     @rank_zero_only
-    def finalize(self, status: str) -> None:
-        """End the W&B run; the next one of a sweep gets its own."""
+    def finish(self, status: str) -> None:
+        """End the W&B run: the next one of a sweep gets its own. Lightning's finalize comes after
+        fit already, before the last validation."""
         self._try("the end", lambda: self.experiment.finish(exit_code=int(status == "failed")))
 
     def _try(self, what: str, log, *args) -> None:
