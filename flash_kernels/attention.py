@@ -44,7 +44,7 @@ def flash_attention(
         q: (batch, seqlen_q, nheads, headdim), fp16, bf16 or fp32, on a GPU. Any strides with
             stride(-1) == 1, so views of a fused QKV projection need no copy. headdim is at most
             256, padded inside to a power of two. fp32 multiplies in IEEE precision on the FMA
-            units, about ten times slower than bf16.
+            units, far slower than bf16.
         k, v: (batch, seqlen_k, nheads_k, headdim), dtype and device of q; nheads must be a multiple
             of nheads_k, and query head h reads key head h // (nheads // nheads_k).
         causal: hide later keys; the last query sees the last key. Kept at seqlen_q=2, seqlen_k=4:
