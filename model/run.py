@@ -134,7 +134,12 @@ def environment() -> dict:
     return {
         "git_revision": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain")),
-        "versions": {"python": platform.python_version(), **_package_versions()},
+        # torch's own version names the build too ("+cu130"), which its metadata may not.
+        "versions": {
+            "python": platform.python_version(),
+            **_package_versions(),
+            "torch": torch.__version__,
+        },
         "hardware": {"gpus": gpus, "cuda": torch.version.cuda, "machine": platform.machine()},
     }
 
