@@ -12,13 +12,12 @@ import dataclasses
 import datetime
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import triton
+import torch._dynamo
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -27,6 +26,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from flash_kernels import flash_attention, flash_attention_varlen
+from model.run import environment
 
 SUITES = ("speed", "dropout", "packed", "paper")
 _MEASURED_MS = 150.0  # time spent on one cell
@@ -226,20 +226,12 @@ def peak_gib(case: Case, impl: str) -> float | None:
 
 
 def record_of(rows: list[dict], settings: dict) -> dict:
-    revision = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
     return dict(
         name="benchmark_attention",
         command="python -m scripts.benchmark_attention " + " ".join(sys.argv[1:]),
-        revision=revision.stdout.strip() or None,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        hardware=torch.cuda.get_device_name(),
-        versions=dict(
-            torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda,
-            cudnn=torch.backends.cudnn.version(),
-        ),
-        settings=settings,
+        **environment(),
+        settings=dict(settings, cudnn=torch.backends.cudnn.version()),
         rows=rows,
     )  # fmt: skip
 
@@ -322,6 +314,8 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmark_attention needs a GPU, none is visible")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    torch._dynamo.config.recompile_limit = 64  # FlexAttention compiles once a shape
     rows = []
     jobs = [(suite, *job) for suite in args.suites for job in cases_of(suite, args.quick)]
     for suite, case, implementations in track(jobs, "attention"):
@@ -333,9 +327,8 @@ def main() -> None:
                 )
         rows += [dict(row, suite=suite) for row in measured]
         torch.cuda.empty_cache()
-    record = record_of(rows, dict(suites=args.suites, quick=args.quick))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(record, indent=1))
+        record = record_of(rows, dict(suites=args.suites, quick=args.quick))
+        args.output.write_text(json.dumps(record, indent=1))  # what is measured is kept
     console = Console(width=160)
     for path in plot(record, args.output.parent):
         console.print(f"plot {path}")

@@ -24,32 +24,35 @@ from rich.table import Table
 from flash_kernels import reference, testing
 from flash_kernels.portable import attention_backward as backward
 from flash_kernels.portable import attention_forward as forward
-from flash_kernels.portable.launch import Problem, dropout_keys
+from flash_kernels.portable.launch import Problem, column_keys
 from flash_kernels.portable.tile_choice import Tile, table_tile
 
 # (block_m query rows, block_n keys, num_warps, num_stages)
 CANDIDATES = {
     ("forward", 64): [
         (128, 128, 4, 3), (128, 128, 4, 2), (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3),
-        (128, 64, 4, 4), (128, 64, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4), (256,
-        64, 8, 3), (128, 64, 8, 3),
+        (128, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3), (256, 64, 8, 3), (256,
+        128, 8, 2), (256, 128, 8, 3), (128, 64, 8, 3), (128, 256, 8, 2),
     ],
     ("forward", 128): [
         (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 4, 3),
-        (128, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2), (128, 32, 4, 4),
+        (128, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2), (256, 64, 8, 2),
+        (128, 128, 8, 1),
     ],
     ("dk_dv", 64): [
         (64, 128, 8, 3), (64, 128, 8, 2), (64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (32,
         128, 4, 3), (32, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 8, 3), (32, 64, 4,
-        3), (128, 64, 4, 2),
+        3), (128, 64, 4, 2), (64, 128, 8, 4), (64, 64, 4, 4),
     ],
     ("dk_dv", 128): [
         (64, 128, 8, 2), (32, 128, 8, 2), (32, 128, 8, 3), (64, 64, 8, 2), (64, 64, 8, 3), (64, 64,
-        4, 2), (32, 64, 4, 3), (64, 128, 8, 3), (128, 64, 8, 2), (64, 128, 8, 1),
+        4, 2), (32, 64, 4, 3), (64, 128, 8, 3), (128, 64, 8, 2), (32, 128, 4, 2),
+        (32, 128, 8, 4), (32, 64, 4, 4),
     ],
     ("dq", 64): [
         (128, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 4), (64,
-        128, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 4, 3), (64, 32, 4, 4),
+        128, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (256, 64, 8, 2), (256, 64, 8, 3), (64,
+        128, 4, 2),
     ],
     ("dq", 128): [
         (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 2), (128,
@@ -84,8 +87,8 @@ class Call:
             return
         self.dout = torch.randn_like(problem.q)
         out, lse = forward.attention_forward(problem)
-        self.delta, self.lse_log2 = backward.compute_delta(problem, self.dout, None, out, lse)
-        self.keys = dropout_keys(problem)
+        self.row_words = backward.compute_row_words(problem, self.dout, None, out, lse)
+        self.keys = column_keys(problem)
         self.outputs = [torch.empty_like(problem.q) for _ in range(1 if kernel == "dq" else 2)]
         if kernel == "dk_dv":
             self.outputs = [torch.empty_like(problem.k), torch.empty_like(problem.v)]
@@ -94,7 +97,7 @@ class Call:
         if self.kernel == "forward":
             return list(forward.attention_forward(self.problem, tile))
         launch = backward.launch_dq if self.kernel == "dq" else backward.launch_dk_dv
-        launch(self.problem, self.dout, self.lse_log2, self.delta, self.keys, *self.outputs, tile)
+        launch(self.problem, self.dout, self.row_words, self.keys, *self.outputs, tile)
         return self.outputs
 
 
@@ -177,6 +180,27 @@ def time_candidates(calls: list[Call], tiles: list[Tile], repeats: int) -> dict[
     return {tile: statistics.median(a.elapsed_time(b) for a, b in times[tile]) for tile in tiles}
 
 
+def winners(rows: list[dict]) -> dict[tuple, tuple[tuple, float]]:
+    """Table cell (kernel, headdim, dropout_p) -> its tile, and the geometric mean over causal or
+    not and over the lengths of that tile's speed by the best tile's."""
+    cells: dict[tuple, dict[tuple, list[float]]] = {}
+    best: dict[tuple, float] = {}
+    case_keys = ("kernel", "headdim", "dropout_p", "causal", "seqlen")
+    for row in rows:
+        case = tuple(row[key] for key in case_keys)
+        if row["ms"]:
+            best[case] = min(best.get(case, row["ms"]), row["ms"])
+    for row in rows:
+        case = tuple(row[key] for key in case_keys)
+        share = best[case] / row["ms"] if row["ms"] else 1e-3
+        cells.setdefault(case[:3], {}).setdefault(tuple(row["tile"]), []).append(share)
+    means = {
+        cell: {tile: statistics.geometric_mean(shares) for tile, shares in tiles.items()}
+        for cell, tiles in cells.items()
+    }
+    return {cell: max(m.items(), key=lambda item: item[1]) for cell, m in means.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -185,10 +209,10 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="+", default=["forward", "dk_dv", "dq"])
     parser.add_argument("--causal", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1])
-    parser.add_argument("--seqlen", type=int, default=4096)
+    parser.add_argument("--seqlens", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--tokens", type=int, default=16384, help="batch x seqlen")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
-    parser.add_argument("--repeats", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--top", type=int, default=4, help="rows shown per case")
     parser.add_argument("--output", type=Path, default=Path("outputs/tune_attention.json"))
@@ -206,62 +230,60 @@ def main() -> None:
     wrong = check_all(jobs, args.workers)
 
     rows = []
-    for case in track(cases, "time"):
+    for case, seqlen in track(list(itertools.product(cases, args.seqlens)), "time"):
         kernel, headdim, causal, dropout_p = case
-        shape = (
-            args.tokens // args.seqlen,
-            args.seqlen,
-            args.seqlen,
-            headdim,
-            causal,
-            dropout_p,
-            dtype,
-        )
+        shape = (args.tokens // seqlen, seqlen, seqlen, headdim, causal, dropout_p, dtype)
         calls = [Call(kernel, make_problem(*shape, seed=seed)) for seed in range(3)]
         good = [Tile(*tile) for tile in CANDIDATES[case[:2]] if not wrong[(*case, dtype, tile)]]
-        flops = _MATMULS[kernel] * 2 * args.tokens * args.seqlen * 2048 * (0.5 if causal else 1.0)
+        flops = _MATMULS[kernel] * 2 * args.tokens * seqlen * 2048 * (0.5 if causal else 1.0)
         times = time_candidates(calls, good, args.repeats) if good else {}
         for tile in CANDIDATES[case[:2]]:
             ms = times.get(Tile(*tile))
-            row = dict(
-                kernel=kernel, headdim=headdim, causal=causal, dropout_p=dropout_p, tile=tile, ms=ms
+            rows.append(
+                dict(
+                    kernel=kernel,
+                    headdim=headdim,
+                    causal=causal,
+                    dropout_p=dropout_p,
+                    seqlen=seqlen,
+                    tile=tile,
+                    ms=ms,
+                    tflops=None if ms is None else round(flops / ms / 1e9, 1),
+                    wrong=wrong[(*case, dtype, tile)],
+                )  # fmt: skip
             )
-            row["tflops"] = None if ms is None else round(flops / ms / 1e9, 1)
-            row["wrong"] = wrong[(*case, dtype, tile)]
-            rows.append(row)
         del calls
     args.output.parent.mkdir(parents=True, exist_ok=True)
     record = dict(
         name="tune_attention", hardware=torch.cuda.get_device_name(), torch=torch.__version__,
-        seqlen=args.seqlen, tokens=args.tokens, dtype=args.dtype,
+        seqlens=args.seqlens, tokens=args.tokens, dtype=args.dtype,
         seconds=round(time.perf_counter() - started, 1), rows=rows,
     )  # fmt: skip
     args.output.write_text(json.dumps(record, indent=1))
 
     family = "hopper" if torch.cuda.get_device_capability() == (9, 0) else "ampere"
-    table = Table(
-        "kernel",
-        "headdim",
-        "causal",
-        "dropout",
-        "block_m, block_n, warps, stages: TFLOP/s",
-        "default",
-    )
-    for case in cases:
-        timed = [
-            r for r in rows if (r["kernel"], r["headdim"], r["causal"], r["dropout_p"]) == case
-        ]
+    columns = ("kernel", "headdim", "causal", "dropout", "seqlen")
+    table = Table(*columns, "block_m, block_n, warps, stages: TFLOP/s", "default")
+    for case, seqlen in itertools.product(cases, args.seqlens):
+        keys = ("kernel", "headdim", "causal", "dropout_p", "seqlen")
+        timed = [r for r in rows if tuple(r[k] for k in keys) == (*case, seqlen)]
         ranked = sorted((r for r in timed if r["ms"]), key=lambda r: r["ms"])
         default = tuple(table_tile(case[0], family, case[1], dtype, case[3] > 0.0))
         now = next((f"{r['tflops']}" for r in timed if tuple(r["tile"]) == default), "-")
         best = "   ".join(f"{r['tile']}: {r['tflops']}" for r in ranked[: args.top])
-        table.add_row(case[0], str(case[1]), str(case[2]), str(case[3]), best, now)
+        table.add_row(*map(str, case), str(seqlen), best, now)
     console = Console(width=200)
     for row in rows:
-        if row["wrong"]:
+        if row["wrong"] and row["seqlen"] == args.seqlens[0]:
             case = [row[c] for c in ("kernel", "headdim", "causal", "dropout_p", "tile")]
             console.print(f"rejected {case}: {row['wrong']}", highlight=False)
     console.print(table)
+    for (kernel, headdim, dropout_p), (tile, share) in winners(rows).items():
+        console.print(
+            f"{kernel} D{headdim} dropout {dropout_p}: {tile} reaches {share:.1%} of the best tile "
+            "of each case and length",
+            highlight=False,
+        )
     console.print(f"{record['seconds']} s, written to {args.output}")
 
 

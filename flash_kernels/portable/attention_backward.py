@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tiles
-from .dq import launch_dq
-from .launch import Problem, dropout_keys, heads_per_group
+from .dq import launch_dq, load_row_words
+from .launch import Problem, column_keys, heads_per_group
 from .tile_choice import Tile, choose_tile
 
 _DELTA_ROWS = 64
@@ -26,14 +26,15 @@ _DELTA_ROWS = 64
 
 @triton.jit(do_not_specialize=["lse_strides", "num_heads", "seqlen_q", "num_tiles"])
 def delta_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_log2_ptr, cu_seqlens_q_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_words_ptr, seed_ptr, cu_seqlens_q_ptr,
     out_strides, dout_strides, lse_strides, dlse_strides, nheads, seqlen_q, num_tiles,
     inverse_keep_scale, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    IS_VARLEN: tl.constexpr, HAS_DLSE: tl.constexpr,
+    IS_VARLEN: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """delta = (rowsum(out * dout) - dlse) * (1 - dropout_p), and lse in base 2.
+    """What the other kernels need of a query row, four float32 words side by side, one load each.
 
-    A row that sees no key gets delta 0 and lse +inf.
+    lse in base 2; delta = (rowsum(out * dout) - dlse) * (1 - dropout_p); the bits of the dropout
+    key and of its multiplier. A row that sees no key gets lse +inf and delta 0.
     """
     pid = tl.program_id(0)
     batch_head = pid // num_tiles
@@ -65,48 +66,40 @@ def delta_kernel(
         )
         delta -= tl.load(dlse_ptr + dlse_offsets, mask=inside, other=0.0)
     delta = tl.where(sees_nothing, 0.0, delta * inverse_keep_scale)
-    tl.store(delta_ptr + offsets, delta, mask=inside)
     # exp2(score - inf) = 0 keeps such rows out of every gradient.
-    tl.store(
-        lse_log2_ptr + offsets, tl.where(sees_nothing, float("inf"), lse * tiles.LOG2E), mask=inside
-    )
+    lse_log2 = tl.where(sees_nothing, float("inf"), lse * tiles.LOG2E)
+    row_keys = rows
+    row_multipliers = rows
+    if HAS_DROPOUT:
+        row_keys, row_multipliers = tiles.dropout_row_keys(seed_ptr, rows, batch_head)
+    words = tl.join(
+        tl.join(lse_log2, row_keys.to(tl.float32, bitcast=True)),
+        tl.join(delta, row_multipliers.to(tl.float32, bitcast=True)),
+    )  # [BLOCK_M, 2, 2]
+    words = tl.reshape(words, [BLOCK_M, 4])
+    word_ptrs = row_words_ptr + offsets[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(word_ptrs, words, mask=inside[:, None])
 
 
 @triton.jit
 def _accumulate_dk_dv(
-    dk, dv, k, v, q_ptrs, dout_ptrs, q_stride, dout_stride, lse_log2_ptr, delta_ptr, row_keys_ptr,
-    row_multipliers_ptr, column_keys, cols, dims, tile, shift, seqlen_q, keys_end, window,
-    scale_log2, softcap, slope_log2, dropout_threshold,
+    dk, dv, k, v, q_ptrs, dout_ptrs, q_stride, dout_stride, row_words_ptr, column_keys,
+    cols, dims, tile, shift, seqlen_q, keys_end, window, scale_log2, softcap, slope_log2,
+    dropout_threshold,
     HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, PRECISE: tl.constexpr, PTX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows for a tile of keys: the body of both loops."""
     row_begin = tile * BLOCK_M
     rows = row_begin + tl.arange(0, BLOCK_M)
+    q_ptrs += row_begin.to(tl.int64) * q_stride
     q = tiles.load_tile(
-        q_ptrs + row_begin.to(tl.int64) * q_stride,
-        rows,
-        0,
-        seqlen_q,
-        dims,
-        HEADDIM,
-        BLOCK_D,
-        MASKED,
+        q_ptrs, rows, 0, seqlen_q, dims, HEADDIM, BLOCK_D, MASKED
     )  # [BLOCK_M, BLOCK_D]
-    if MASKED:
-        lse_log2 = tl.load(lse_log2_ptr + rows, mask=rows < seqlen_q, other=float("inf"))
-        delta = tl.load(delta_ptr + rows, mask=rows < seqlen_q, other=0.0)
-    else:
-        lse_log2 = tl.load(lse_log2_ptr + rows)
-        delta = tl.load(delta_ptr + rows)
-    if HAS_DROPOUT:
-        if MASKED:
-            row_keys = tl.load(row_keys_ptr + rows, mask=rows < seqlen_q, other=0)
-            row_multipliers = tl.load(row_multipliers_ptr + rows, mask=rows < seqlen_q, other=0)
-        else:
-            row_keys = tl.load(row_keys_ptr + rows)
-            row_multipliers = tl.load(row_multipliers_ptr + rows)
+    lse_log2, delta, row_keys, row_multipliers = load_row_words(
+        row_words_ptr + rows.to(tl.int64) * 4, rows, seqlen_q, BLOCK_M, MASKED
+    )
     dots = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
     scores, factor = tiles.transform_scores(
         dots, rows[None, :], cols[:, None], shift, scale_log2, softcap, slope_log2,
@@ -114,30 +107,23 @@ def _accumulate_dk_dv(
     )  # fmt: skip
     probs = tl.exp2(scores - lse_log2[None, :])
     if MASKED:
-        visible = tiles.is_visible(
-            rows[None, :], cols[:, None], shift, keys_end, window, HAS_LEFT, HAS_RIGHT
-        )
-        probs = tl.where(visible, probs, 0.0)
+        probs = tiles.mask_tile(
+            probs, rows[None, :], cols[:, None], shift, keys_end, window, 0.0,
+            HAS_LEFT, HAS_RIGHT, PTX,
+        )  # fmt: skip
+    dout_ptrs += row_begin.to(tl.int64) * dout_stride
     dout = tiles.load_tile(
-        dout_ptrs + row_begin.to(tl.int64) * dout_stride,
-        rows,
-        0,
-        seqlen_q,
-        dims,
-        HEADDIM,
-        BLOCK_D,
-        MASKED,
+        dout_ptrs, rows, 0, seqlen_q, dims, HEADDIM, BLOCK_D, MASKED
     )  # [BLOCK_M, BLOCK_D]
     dprobs = tl.dot(v, tl.trans(dout), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
     kept_probs = probs
     if HAS_DROPOUT:
-        keep = tiles.dropout_keep(
-            row_keys[None, :], row_multipliers[None, :], column_keys[:, None], dropout_threshold
-        )
-        kept_probs = tl.where(keep, probs, 0.0)
-        dprobs = tl.where(keep, dprobs, 0.0)
+        kept_probs = tiles.drop(
+            probs, row_keys[None, :], row_multipliers[None, :], column_keys[:, None],
+            dropout_threshold, PTX,
+        )  # fmt: skip
     dv = tl.dot(kept_probs.to(dout.dtype), dout, dv, input_precision="ieee")
-    dscores = probs * (dprobs - delta[None, :])
+    dscores = kept_probs * dprobs - probs * delta[None, :]
     if HAS_SOFTCAP:
         dscores = dscores * factor
     dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
@@ -152,9 +138,8 @@ _LENGTHS = [
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def dk_dv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, delta_ptr, dk_ptr, dv_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, alibi_ptr,
-    row_keys_ptr, row_multipliers_ptr, column_keys_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, row_words_ptr, dk_ptr, dv_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, alibi_ptr, column_keys_ptr,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     lse_strides, column_strides, alibi_stride_batch,
     nheads, num_heads, seqlen_q, seqlen_k, num_tiles, heads_per_group,
@@ -163,7 +148,7 @@ def dk_dv_kernel(
     GROUP_SIZE: tl.constexpr,
     IS_VARLEN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, PRECISE: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, PRECISE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one key head, summed over its GROUP_SIZE query heads.
 
@@ -224,32 +209,27 @@ def dk_dv_kernel(
             alibi_ptr, alibi_stride_batch, batch_index, head, HAS_ALIBI
         )
         column_keys = cols
-        row_keys_here = row_keys_ptr
-        row_multipliers_here = row_multipliers_ptr
         if HAS_DROPOUT:
             column_offset = batch_64 * column_strides[0] + head_64 * column_strides[1]
             column_keys = tl.load(
                 column_keys_ptr + column_offset + packed_cols, mask=cols < keys_end, other=0
             )
-            row_keys_here = row_keys_ptr + row_offset
-            row_multipliers_here = row_multipliers_ptr + row_offset
         for index in tl.range(0, full_first - first + last - full_last):
             dk, dv = _accumulate_dk_dv(
                 dk, dv, k, v, q_ptrs, dout_ptrs, q_strides[1], dout_strides[1],
-                lse_log2_ptr + row_offset, delta_ptr + row_offset, row_keys_here,
-                row_multipliers_here, column_keys, cols, dims, tiles.edge_tile(index, first,
-                full_first, full_last), shift, seqlen_q, keys_end, window, scale_log2, softcap,
-                slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_M, HAS_LEFT, HAS_RIGHT,
-                HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE, MASKED=True,
+                row_words_ptr + row_offset * 4, column_keys, cols, dims,
+                tiles.edge_tile(index, first, full_first, full_last), shift, seqlen_q, keys_end,
+                window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM,
+                BLOCK_D, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
+                PRECISE, PTX, MASKED=True,
             )  # fmt: skip
         for tile in tl.range(full_first, full_last):
             dk, dv = _accumulate_dk_dv(
                 dk, dv, k, v, q_ptrs, dout_ptrs, q_strides[1], dout_strides[1],
-                lse_log2_ptr + row_offset, delta_ptr + row_offset, row_keys_here,
-                row_multipliers_here, column_keys, cols, dims, tile, shift, seqlen_q, keys_end,
-                window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D,
-                BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE,
-                MASKED=False,
+                row_words_ptr + row_offset * 4, column_keys, cols, dims, tile, shift, seqlen_q,
+                keys_end, window, scale_log2, softcap, slope_log2, dropout_threshold,
+                HEADDIM, BLOCK_D, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
+                PRECISE, PTX, MASKED=False,
             )  # fmt: skip
 
     # The rows of the accumulators that belong to unseen keys hold anything; their gradient is zero.
@@ -268,12 +248,12 @@ def dk_dv_kernel(
     )  # fmt: skip
 
 
-def compute_delta(
+def compute_row_words(
     problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(delta, lse_log2) of delta_kernel, both float32 in the shape of lse."""
+) -> Tensor:
+    """The words of delta_kernel, float32 (*lse.shape, 4)."""
     p = problem
-    delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
+    row_words = torch.empty((*lse.shape, 4), dtype=torch.float32, device=lse.device)
     num_tiles = triton.cdiv(p.seqlen_q, _DELTA_ROWS)
     if dlse is None:
         dlse_strides = (0, 0, 0)
@@ -283,27 +263,26 @@ def compute_delta(
         dlse_strides = tuple(dlse.stride())
     flags = p.flags()
     delta_kernel[(p.batch * p.nheads * num_tiles,)](
-        out, dout, lse, dlse, delta, lse_log2, p.cu_seqlens_q,
+        out, dout, lse, dlse, row_words, p.dropout_seed, p.cu_seqlens_q,
         p.strides(out), p.strides(dout), p.lse_strides, dlse_strides,
         p.nheads, p.seqlen_q, num_tiles, 1.0 / p.keep_scale,
         HEADDIM=flags["HEADDIM"], BLOCK_D=flags["BLOCK_D"], BLOCK_M=_DELTA_ROWS,
         IS_VARLEN=p.is_varlen, HAS_DLSE=dlse is not None,
+        HAS_DROPOUT=flags["HAS_DROPOUT"],
     )  # fmt: skip
-    return delta, lse_log2
+    return row_words
 
 
-def launch_dk_dv(
-    problem: Problem, dout, lse_log2, delta, keys, dk, dv, tile: Tile | None = None
-) -> None:
+def launch_dk_dv(problem: Problem, dout, row_words, keys, dk, dv, tile: Tile | None = None) -> None:
     """Fill dk and dv. `tile` overrides the table of tile_choice.py."""
     p = problem
     tile = tile or choose_tile("dk_dv", p)
     num_tiles = triton.cdiv(p.seqlen_k, tile.block_n)
     num_heads = p.batch * p.nheads_k
     dk_dv_kernel[(num_heads * num_tiles,)](
-        p.q, p.k, p.v, dout, lse_log2, delta, dk, dv, *p.index_tensors(), *keys.tensors,
+        p.q, p.k, p.v, dout, row_words, dk, dv, *p.index_tensors(), keys,
         p.strides(p.q), p.strides(p.k), p.strides(p.v), p.strides(dout), p.strides(dk),
-        p.strides(dv), p.lse_strides, keys.column_strides, p.alibi_stride_batch,
+        p.strides(dv), p.lse_strides, p.column_strides, p.alibi_stride_batch,
         p.nheads, num_heads, p.seqlen_q, p.seqlen_k, num_tiles, max(1,
         heads_per_group(p) // p.group_size), p.window, p.scale_log2, p.softmax_scale, p.softcap,
         p.dropout_threshold, p.keep_scale, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
@@ -334,9 +313,9 @@ def attention_backward(
     if dq.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
     with p.device_guard():
-        keys = dropout_keys(p)
-        delta, lse_log2 = compute_delta(p, dout, dlse, out, lse)
+        keys = column_keys(p)
+        row_words = compute_row_words(p, dout, dlse, out, lse)
         if dk.numel() > 0:
-            launch_dk_dv(p, dout, lse_log2, delta, keys, dk, dv, dk_dv_tile)
-        launch_dq(p, dout, lse_log2, delta, keys, dq, dq_tile)
+            launch_dk_dv(p, dout, row_words, keys, dk, dv, dk_dv_tile)
+        launch_dq(p, dout, row_words, keys, dq, dq_tile)
     return dq, dk, dv

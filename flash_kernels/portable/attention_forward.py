@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from . import tiles
-from .launch import Problem, dropout_keys, heads_per_group
+from .launch import Problem, column_keys, heads_per_group, key_repeat
 from .tile_choice import Tile, choose_tile
 
 
@@ -22,16 +22,16 @@ def attend_keys(
     slope_log2, dropout_threshold, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    SCALE_IN_EXP: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    KEY_REPEAT: tl.constexpr, SCALE_IN_EXP: tl.constexpr, PRECISE: tl.constexpr, PTX: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys, [BLOCK_N, BLOCK_D]: the body of both loops (and of those in decode.py)."""
     col_begin = tile * BLOCK_N
     cols = col_begin + tl.arange(0, BLOCK_N)
-    if HAS_DROPOUT:  # before the products, which hide the latency of a load that is not pipelined
-        if MASKED:
-            column_keys = tl.load(column_keys_ptr + cols, mask=cols < keys_end, other=0)
-        else:
-            column_keys = tl.load(column_keys_ptr + cols)
+    if HAS_DROPOUT:
+        column_keys = tiles.load_column_keys(
+            column_keys_ptr, cols, keys_end, BLOCK_N, MASKED, KEY_REPEAT
+        )
     k = tiles.load_tile(
         k_ptrs + col_begin.to(tl.int64) * k_stride, cols, begin, end, dims, HEADDIM, BLOCK_D, MASKED
     )  # [BLOCK_N, BLOCK_D]
@@ -42,10 +42,10 @@ def attend_keys(
             HAS_SOFTCAP, HAS_ALIBI, PRECISE,
         )  # fmt: skip
     if MASKED:
-        visible = tiles.is_visible(
-            rows[:, None], cols[None, :], shift, keys_end, window, HAS_LEFT, HAS_RIGHT
-        )
-        scores = tl.where(visible, scores, float("-inf"))
+        scores = tiles.mask_tile(
+            scores, rows[:, None], cols[None, :], shift, keys_end, window, float("-inf"),
+            HAS_LEFT, HAS_RIGHT, PTX,
+        )  # fmt: skip
     # A positive scale commutes with the maximum, so scaling and subtraction become one fused
     # multiply-add.
     if SCALE_IN_EXP:
@@ -65,10 +65,10 @@ def attend_keys(
     row_sum = row_sum * decay + tl.sum(probs, 1)
     acc = acc * decay[:, None]
     if HAS_DROPOUT:
-        keep = tiles.dropout_keep(
-            row_keys[:, None], row_multipliers[:, None], column_keys[None, :], dropout_threshold
-        )
-        probs = tl.where(keep, probs, 0.0)
+        probs = tiles.drop(
+            probs, row_keys[:, None], row_multipliers[:, None], column_keys[None, :],
+            dropout_threshold, PTX,
+        )  # fmt: skip
     v = tiles.load_tile(
         v_ptrs + col_begin.to(tl.int64) * v_stride, cols, begin, end, dims, HEADDIM, BLOCK_D, MASKED
     )  # [BLOCK_N, BLOCK_D]
@@ -86,14 +86,15 @@ _LENGTHS = [
 def attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, alibi_ptr,
-    row_keys_ptr, row_multipliers_ptr, column_keys_ptr,
+    seed_ptr, column_keys_ptr,
     q_strides, k_strides, v_strides, out_strides, lse_strides, column_strides, alibi_stride_batch,
     nheads, group_size, num_heads, seqlen_q, seqlen_k, num_tiles, heads_per_group,
     window, scale_log2, softcap, dropout_threshold, keep_scale,
     HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_VARLEN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, SCALE_IN_EXP: tl.constexpr, PRECISE: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, KEY_REPEAT: tl.constexpr, SCALE_IN_EXP: tl.constexpr,
+    PRECISE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one head.
 
@@ -136,10 +137,7 @@ def attention_forward_kernel(
     row_keys = rows
     row_multipliers = rows
     if HAS_DROPOUT:
-        row_keys = tl.load(row_keys_ptr + row_offset + rows, mask=rows < seqlen_q, other=0)
-        row_multipliers = tl.load(
-            row_multipliers_ptr + row_offset + rows, mask=rows < seqlen_q, other=0
-        )
+        row_keys, row_multipliers = tiles.dropout_row_keys(seed_ptr, rows, batch_head)
         column_keys_ptr += batch_64 * column_strides[0] + head_64 * column_strides[1] + first_k
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -155,8 +153,8 @@ def attention_forward_kernel(
             column_keys_ptr, row_keys, row_multipliers, rows, dims,
             tiles.edge_tile(index, first, full_first, full_last), begin, end, shift, keys_end,
             window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N,
-            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, SCALE_IN_EXP, PRECISE,
-            MASKED=True,
+            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, KEY_REPEAT,
+            SCALE_IN_EXP, PRECISE, PTX, MASKED=True,
         )  # fmt: skip
     for tile in tl.range(full_first, full_last):
         acc, row_max, row_sum = attend_keys(
@@ -164,8 +162,8 @@ def attention_forward_kernel(
             column_keys_ptr, row_keys, row_multipliers, rows, dims,
             tile, begin, end, shift, keys_end, window,
             scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N,
-            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, SCALE_IN_EXP, PRECISE,
-            MASKED=False,
+            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, KEY_REPEAT,
+            SCALE_IN_EXP, PRECISE, PTX, MASKED=False,
         )  # fmt: skip
 
     # A row that saw no key keeps row_max = -inf and row_sum = 0: out = 0 and lse = -inf.
@@ -197,14 +195,15 @@ def attention_forward(
     num_heads = p.batch * p.nheads
     num_tiles = triton.cdiv(p.seqlen_q, tile.block_m)
     with p.device_guard():
-        keys = dropout_keys(p)
+        keys = column_keys(p)
         attention_forward_kernel[(num_heads * num_tiles,)](
-            p.q, p.k, p.v, out, lse, *p.index_tensors(), *keys.tensors,
+            p.q, p.k, p.v, out, lse, *p.index_tensors(), p.dropout_seed, keys,
             p.strides(p.q), p.strides(p.k), p.strides(p.v), p.strides(out), p.lse_strides,
-            keys.column_strides, p.alibi_stride_batch, p.nheads, p.group_size, num_heads,
+            p.column_strides, p.alibi_stride_batch, p.nheads, p.group_size, num_heads,
             p.seqlen_q, p.seqlen_k, num_tiles, heads_per_group(p), p.window, p.scale_log2,
             p.softcap, p.dropout_threshold, p.keep_scale, BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n, **p.flags(),
+            BLOCK_N=tile.block_n,
+            KEY_REPEAT=key_repeat(tile), **p.flags(),
             SCALE_IN_EXP=p.softmax_scale > 0 and not p.softcap and p.alibi_slopes is None,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import tiles
 from .attention_forward import attend_keys
-from .launch import MAX_WINDOW
+from .launch import MAX_WINDOW, uses_ptx
 from .tile_choice import gpu_family
 
 _BLOCK_M = 16  # the smallest row count of a matrix product
@@ -60,7 +60,7 @@ def decode_kernel(
     softcap, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, SCALE_IN_EXP: tl.constexpr,
-    PRECISE: tl.constexpr,
+    PRECISE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows (query, head of the group) of one key head, over one range of its
     keys.
@@ -124,14 +124,15 @@ def decode_kernel(
             acc, row_max, row_sum, q, k_ptrs, v_ptrs, k_strides[1], v_strides[1], None, None, None,
             rows, dims, tiles.edge_tile(index, first, full_first, full_last), begin, end, shift,
             seqlen_k, window, scale_log2, softcap, slopes_log2, 0, HEADDIM, BLOCK_D, BLOCK_N,
-            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, False, SCALE_IN_EXP, PRECISE, MASKED=True,
+            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, False, 1, SCALE_IN_EXP, PRECISE, PTX,
+            MASKED=True,
         )  # fmt: skip
     for tile in tl.range(full_first, full_last):
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q, k_ptrs, v_ptrs, k_strides[1], v_strides[1], None, None, None,
             rows, dims, tile, begin, end, shift, seqlen_k, window,
             scale_log2, softcap, slopes_log2, 0, HEADDIM, BLOCK_D, BLOCK_N, HAS_LEFT, HAS_RIGHT,
-            HAS_SOFTCAP, HAS_ALIBI, False, SCALE_IN_EXP, PRECISE, MASKED=False,
+            HAS_SOFTCAP, HAS_ALIBI, False, 1, SCALE_IN_EXP, PRECISE, PTX, MASKED=False,
         )  # fmt: skip
     normaliser = tl.where(row_sum == 0.0, 1.0, row_sum)
     out_offsets = split_64 * out_strides[0] + batch_64 * out_strides[1]
@@ -249,7 +250,7 @@ def attention_decode(
             HAS_RIGHT=window_right is not None, HAS_SOFTCAP=softcap > 0.0,
             HAS_ALIBI=alibi_slopes is not None,
             SCALE_IN_EXP=softmax_scale > 0 and not softcap and alibi_slopes is None,
-            PRECISE=q.dtype == torch.float32, num_warps=4, num_stages=2,
+            PRECISE=q.dtype == torch.float32, PTX=uses_ptx(q.device), num_warps=4, num_stages=2,
         )  # fmt: skip
         combine_kernel[(batch * nheads * seqlen_q,)](
             partial, partial_lse, out, lse, partial.stride()[:4], partial_lse.stride()[:3],

@@ -7,8 +7,30 @@ import triton
 import triton.language as tl
 
 from . import tiles
-from .launch import Problem, heads_per_group
+from .launch import Problem, heads_per_group, key_repeat
 from .tile_choice import Tile, choose_tile
+
+
+@triton.jit
+def load_row_words(ptrs, rows, seqlen_q, BLOCK_M: tl.constexpr, CHECK: tl.constexpr):
+    """(lse_log2, delta, row_keys, row_multipliers) of delta_kernel's words at `ptrs`, [BLOCK_M].
+
+    One load of all four: four loads, each of fewer elements than threads, the compiler would repeat
+    in every thread for all the rows of its part of the score matrix. Rows from seqlen_q on get
+    lse +inf and zeros.
+    """
+    word_ptrs = ptrs[:, None] + tl.arange(0, 4)[None, :]
+    if CHECK:
+        words = tl.load(word_ptrs, mask=(rows < seqlen_q)[:, None], other=0.0)
+    else:
+        words = tl.load(word_ptrs)
+    first, second = tl.split(tl.reshape(words, [BLOCK_M, 2, 2]))
+    lse_log2, row_keys = tl.split(first)
+    delta, row_multipliers = tl.split(second)
+    if CHECK:  # exp2(score - inf) = 0
+        lse_log2 = tl.where(rows < seqlen_q, lse_log2, float("inf"))
+    row_keys = row_keys.to(tl.int32, bitcast=True)
+    return lse_log2, delta, row_keys, row_multipliers.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -18,16 +40,16 @@ def _accumulate_dq(
     slope_log2, dropout_threshold, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    KEY_REPEAT: tl.constexpr,
+    PRECISE: tl.constexpr, PTX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys for a tile of query rows: the body of both loops."""
     col_begin = tile * BLOCK_N
     cols = col_begin + tl.arange(0, BLOCK_N)
-    if HAS_DROPOUT:  # before the products, which hide the latency of a load that is not pipelined
-        if MASKED:
-            column_keys = tl.load(column_keys_ptr + cols, mask=cols < keys_end, other=0)
-        else:
-            column_keys = tl.load(column_keys_ptr + cols)
+    if HAS_DROPOUT:
+        column_keys = tiles.load_column_keys(
+            column_keys_ptr, cols, keys_end, BLOCK_N, MASKED, KEY_REPEAT
+        )
     k = tiles.load_tile(
         k_ptrs + col_begin.to(tl.int64) * k_stride, cols, begin, end, dims, HEADDIM, BLOCK_D, MASKED
     )  # [BLOCK_N, BLOCK_D]
@@ -38,19 +60,19 @@ def _accumulate_dq(
     )  # fmt: skip
     probs = tl.exp2(scores - lse_log2[:, None])
     if MASKED:
-        visible = tiles.is_visible(
-            rows[:, None], cols[None, :], shift, keys_end, window, HAS_LEFT, HAS_RIGHT
-        )
-        probs = tl.where(visible, probs, 0.0)
+        probs = tiles.mask_tile(
+            probs, rows[:, None], cols[None, :], shift, keys_end, window, 0.0,
+            HAS_LEFT, HAS_RIGHT, PTX,
+        )  # fmt: skip
     v = tiles.load_tile(
         v_ptrs + col_begin.to(tl.int64) * v_stride, cols, begin, end, dims, HEADDIM, BLOCK_D, MASKED
     )  # [BLOCK_N, BLOCK_D]
     dprobs = tl.dot(dout, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
     if HAS_DROPOUT:
-        keep = tiles.dropout_keep(
-            row_keys[:, None], row_multipliers[:, None], column_keys[None, :], dropout_threshold
-        )
-        dprobs = tl.where(keep, dprobs, 0.0)
+        dprobs = tiles.drop(
+            dprobs, row_keys[:, None], row_multipliers[:, None], column_keys[None, :],
+            dropout_threshold, PTX,
+        )  # fmt: skip
     dscores = probs * (dprobs - delta[:, None])
     if HAS_SOFTCAP:
         dscores = dscores * factor
@@ -65,16 +87,15 @@ _LENGTHS = [
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, delta_ptr, dq_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, alibi_ptr,
-    row_keys_ptr, row_multipliers_ptr, column_keys_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, row_words_ptr, dq_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, alibi_ptr, column_keys_ptr,
     q_strides, k_strides, v_strides, dout_strides, dq_strides, lse_strides, column_strides,
     alibi_stride_batch, nheads, group_size, num_heads, seqlen_q, seqlen_k, num_tiles,
     heads_per_group, window, scale_log2, softmax_scale, softcap, dropout_threshold, keep_scale,
     HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_VARLEN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, PRECISE: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, KEY_REPEAT: tl.constexpr, PRECISE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one head.
 
@@ -114,14 +135,11 @@ def dq_kernel(
         rows, 0, seqlen_q, dims, HEADDIM, BLOCK_D, True,
     )  # fmt: skip
     row_offsets = batch_64 * lse_strides[0] + head_64 * lse_strides[1] + packed_rows
-    lse_log2 = tl.load(lse_log2_ptr + row_offsets, mask=rows < seqlen_q, other=float("inf"))
-    delta = tl.load(delta_ptr + row_offsets, mask=rows < seqlen_q, other=0.0)
+    lse_log2, delta, row_keys, row_multipliers = load_row_words(
+        row_words_ptr + row_offsets * 4, rows, seqlen_q, BLOCK_M, True
+    )
     slope_log2 = tiles.load_alibi_slope(alibi_ptr, alibi_stride_batch, batch_index, head, HAS_ALIBI)
-    row_keys = rows
-    row_multipliers = rows
     if HAS_DROPOUT:
-        row_keys = tl.load(row_keys_ptr + row_offsets, mask=rows < seqlen_q, other=0)
-        row_multipliers = tl.load(row_multipliers_ptr + row_offsets, mask=rows < seqlen_q, other=0)
         column_keys_ptr += batch_64 * column_strides[0] + head_64 * column_strides[1] + first_k
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -135,7 +153,8 @@ def dq_kernel(
             column_keys_ptr, row_keys, row_multipliers, rows, dims,
             tiles.edge_tile(index, first, full_first, full_last), begin, end, shift, keys_end,
             window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N,
-            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE, MASKED=True,
+            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, KEY_REPEAT, PRECISE, PTX,
+            MASKED=True,
         )  # fmt: skip
     for tile in tl.range(full_first, full_last):
         dq = _accumulate_dq(
@@ -143,7 +162,8 @@ def dq_kernel(
             column_keys_ptr, row_keys, row_multipliers, rows, dims,
             tile, begin, end, shift, keys_end, window,
             scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N,
-            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISE, MASKED=False,
+            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, KEY_REPEAT, PRECISE, PTX,
+            MASKED=False,
         )  # fmt: skip
     dq = dq * (softmax_scale * keep_scale)
     tiles.store_tile(
@@ -152,18 +172,18 @@ def dq_kernel(
     )  # fmt: skip
 
 
-def launch_dq(problem: Problem, dout, lse_log2, delta, keys, dq, tile: Tile | None = None) -> None:
+def launch_dq(problem: Problem, dout, row_words, keys, dq, tile: Tile | None = None) -> None:
     """Fill dq. `tile` overrides the table of tile_choice.py."""
     p = problem
     tile = tile or choose_tile("dq", p)
     num_tiles = triton.cdiv(p.seqlen_q, tile.block_m)
     num_heads = p.batch * p.nheads
     dq_kernel[(num_heads * num_tiles,)](
-        p.q, p.k, p.v, dout, lse_log2, delta, dq, *p.index_tensors(), *keys.tensors,
+        p.q, p.k, p.v, dout, row_words, dq, *p.index_tensors(), keys,
         p.strides(p.q), p.strides(p.k), p.strides(p.v), p.strides(dout), p.strides(dq),
-        p.lse_strides, keys.column_strides, p.alibi_stride_batch,
+        p.lse_strides, p.column_strides, p.alibi_stride_batch,
         p.nheads, p.group_size, num_heads, p.seqlen_q, p.seqlen_k, num_tiles, heads_per_group(p),
         p.window, p.scale_log2, p.softmax_scale, p.softcap, p.dropout_threshold, p.keep_scale,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **p.flags(),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, KEY_REPEAT=key_repeat(tile), **p.flags(),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

@@ -1,13 +1,13 @@
 """What every launcher needs to know about one call: shapes, strides, flags, dropout keys."""
 
 import contextlib
-from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from . import tiles
+from .tile_choice import Tile
 
 # Windows beyond this see everything; the bound keeps row + shift + window inside int32.
 MAX_WINDOW = 2**30
@@ -98,6 +98,7 @@ class Problem:
             "HAS_ALIBI": self.alibi_slopes is not None,
             "HAS_DROPOUT": self.dropout_p > 0.0,
             "PRECISE": self.q.dtype == torch.float32,
+            "PTX": uses_ptx(self.q.device),
         }
 
     def device_guard(self):
@@ -108,28 +109,33 @@ class Problem:
         return contextlib.nullcontext()
 
 
-class DropoutKeys(NamedTuple):
-    """int32 keys of the mask (tiles.dropout_keep): two per query row, one per key column."""
+def column_keys(problem: Problem) -> Tensor | None:
+    """int32 keys of the dropout mask, one a key and head (tiles.drop): None without dropout.
 
-    tensors: tuple[Tensor | None, Tensor | None, Tensor | None]
-    column_strides: tuple[int, int]
-
-
-def dropout_keys(problem: Problem) -> DropoutKeys:
-    """Keys of this call's seed: O(batch * nheads * seqlen) memory, made again in the backward."""
+    O(batch * nheads * seqlen_k) memory, made again in the backward. The keys of the rows are made
+    where they are used.
+    """
     p = problem
     if p.dropout_p == 0.0:
-        return DropoutKeys((None, None, None), (0, 0))
-    row_keys = torch.empty(p.lse_shape, dtype=torch.int32, device=p.q.device)
-    row_multipliers = torch.empty_like(row_keys)
-    column_keys = torch.empty(p.column_shape, dtype=torch.int32, device=p.q.device)
-    num_tiles = triton.cdiv(max(p.seqlen_q, p.seqlen_k), _KEYS_BLOCK)
-    tiles.dropout_keys_kernel[(p.batch * p.nheads * num_tiles,)](
-        p.dropout_seed, row_keys, row_multipliers, column_keys, p.cu_seqlens_q, p.cu_seqlens_k,
-        p.lse_strides, p.column_strides, p.nheads, p.seqlen_q, p.seqlen_k, num_tiles,
-        IS_VARLEN=p.is_varlen, BLOCK=_KEYS_BLOCK,
-    )  # fmt: skip
-    return DropoutKeys((row_keys, row_multipliers, column_keys), p.column_strides)
+        return None
+    keys = torch.empty(p.column_shape, dtype=torch.int32, device=p.q.device)
+    num_tiles = triton.cdiv(p.seqlen_k, _KEYS_BLOCK)
+    if keys.numel() > 0:
+        tiles.column_keys_kernel[(p.batch * p.nheads * num_tiles,)](
+            p.dropout_seed, keys, p.cu_seqlens_k, p.column_strides, p.nheads, p.seqlen_k,
+            num_tiles, IS_VARLEN=p.is_varlen, BLOCK=_KEYS_BLOCK,
+        )  # fmt: skip
+    return keys
+
+
+def uses_ptx(device: torch.device) -> bool:
+    """False for AMD GPUs and for the interpreter."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def key_repeat(tile: Tile) -> int:
+    """Width at which a kernel loads BLOCK_N column keys (tiles.load_column_keys)."""
+    return min(8, max(1, 32 * tile.num_warps // tile.block_n))
 
 
 def heads_per_group(problem: Problem) -> int:

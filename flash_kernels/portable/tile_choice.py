@@ -24,17 +24,17 @@ SHARED_MEMORY_KIB = {"hopper": 227, "blackwell": 227, "ampere": 163, "small": 99
 
 # (kernel, family) -> tiles for head dims up to 64, 128 and 256, 16-bit inputs.
 _HALF = {
-    ("forward", "hopper"): (Tile(128, 128, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
+    ("forward", "hopper"): (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
     ("forward", "blackwell"): (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
     ("forward", "ampere"): (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 32, 4, 2)),
     ("forward", "small"): (Tile(128, 64, 4, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 1)),
     ("forward", "amd"): (Tile(128, 64, 4, 1), Tile(128, 64, 4, 1), Tile(64, 32, 8, 1)),
-    ("dk_dv", "hopper"): (Tile(64, 128, 8, 3), Tile(64, 128, 8, 2), Tile(32, 64, 8, 2)),
+    ("dk_dv", "hopper"): (Tile(64, 64, 4, 3), Tile(32, 64, 4, 4), Tile(32, 64, 8, 2)),
     ("dk_dv", "blackwell"): (Tile(64, 128, 8, 3), Tile(64, 128, 8, 2), Tile(32, 64, 8, 2)),
-    ("dk_dv", "ampere"): (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(32, 64, 8, 1)),
-    ("dk_dv", "small"): (Tile(64, 64, 4, 2), Tile(32, 64, 4, 1), Tile(16, 32, 4, 1)),
+    ("dk_dv", "ampere"): (Tile(64, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 1)),
+    ("dk_dv", "small"): (Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(16, 32, 4, 1)),
     ("dk_dv", "amd"): (Tile(32, 64, 4, 1), Tile(32, 64, 4, 1), Tile(16, 32, 4, 1)),
-    ("dq", "hopper"): (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2)),
+    ("dq", "hopper"): (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2)),
     ("dq", "blackwell"): (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2)),
     ("dq", "ampere"): (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 1)),
     ("dq", "small"): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 1), Tile(32, 16, 4, 1)),
@@ -42,9 +42,9 @@ _HALF = {
 }
 # With dropout, where its registers make another tile better.
 _HALF_DROPOUT = {
-    ("forward", "hopper"): (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
-    ("dk_dv", "hopper"): (Tile(64, 128, 8, 2), Tile(32, 128, 8, 3), Tile(32, 64, 8, 2)),
-    ("dq", "hopper"): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2)),
+    ("forward", "hopper"): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 2)),
+    ("dk_dv", "hopper"): (Tile(64, 64, 4, 3), Tile(32, 64, 4, 3), Tile(32, 64, 8, 2)),
+    ("dq", "hopper"): (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2)),
 }
 # float32 with IEEE products runs on the FMA units: small tiles, every family alike.
 _SINGLE = {

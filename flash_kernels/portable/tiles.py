@@ -139,17 +139,37 @@ def edge_tile(index, first, full_first, full_last):
 
 
 @triton.jit
-def is_visible(
-    rows, cols, shift, keys_end, window, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
-):
-    """True where query `rows` may attend key `cols`."""
+def where_greater(a, b, values, other: tl.constexpr, PTX: tl.constexpr):
+    """tl.where(a > b, values, other) for int32 a and b, float32 values and constant other.
+
+    On NVIDIA GPUs in their own words: LLVM vectorizes the comparisons of a thread, and its PTX
+    backend packs the resulting bits into words and takes them apart again (a fifth more
+    instructions in a loop). It also moves the selection behind a conversion of its result to 16
+    bits, where it is no longer one instruction.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.gt.s32 p, $2, $3; selp.f32 $0, $1, $4, p; }",
+            "=f,f,r,r,f", [values, a, b, other], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.where(a > b, values, other)
+
+
+@triton.jit
+def mask_tile(
+    values, rows, cols, shift, keys_end, window, other: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """`values` where query `rows` may attend key `cols`, else `other`."""
     window_left, window_right = window
-    visible = (cols < keys_end) & (rows > -1)
+    row_end = rows * 0 + keys_end
     if HAS_RIGHT:
-        visible = visible & (cols <= rows + shift + window_right)
+        row_end = tl.minimum(row_end, rows + shift + window_right + 1)
+    values = where_greater(row_end, cols, values, other, PTX)
     if HAS_LEFT:
-        visible = visible & (cols >= rows + shift - window_left)
-    return visible
+        values = where_greater(cols, rows + shift - window_left - 1, values, other, PTX)
+    return values
 
 
 @triton.jit
@@ -235,28 +255,61 @@ def load_alibi_slope(alibi_ptr, alibi_stride_batch, batch_index, head, HAS_ALIBI
 
 
 @triton.jit
-def dropout_keep(row_keys, row_multipliers, column_keys, threshold):
-    """True where the probability is kept: column_key * row_multiplier + row_key > threshold (int32,
-    wrapping).
+def drop(values, row_keys, row_multipliers, column_keys, threshold, PTX: tl.constexpr):
+    """`values` where the dropout mask keeps them, else 0.
 
-    One multiply-add and one comparison an element. Column keys are distinct and multipliers odd, so
-    the values of a row, and those of a column, are uniform and independent; threshold is
-    round(dropout_p * 2^32) - 2^31 - 1.
+    Kept where column_key * row_multiplier + row_key > threshold (int32, wrapping): one multiply-add
+    and one comparison an element. Column keys are distinct and multipliers odd, so the words of a
+    row, and those of a column, are uniform and independent; threshold is round(dropout_p * 2^32) -
+    2^31 - 1.
     """
-    return column_keys * row_multipliers + row_keys > threshold
+    words = column_keys * row_multipliers + row_keys
+    return where_greater(words, threshold, values, 0.0, PTX)
 
 
 @triton.jit
-def dropout_keys_kernel(
-    seed_ptr, row_keys_ptr, row_multipliers_ptr, column_keys_ptr, cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr, row_strides, column_strides, nheads, seqlen_q, seqlen_k, num_tiles,
+def dropout_row_keys(seed_ptr, rows, batch_head):
+    """(key, odd multiplier) of query rows, int32: Philox words of (row, batch * nheads + head)."""
+    zeros = rows * 0
+    key, multiplier, _, _ = tl.philox(
+        tl.load(seed_ptr), rows, zeros + batch_head, zeros + ROW_DOMAIN, zeros
+    )
+    return key.to(tl.int32, bitcast=True), (multiplier | 1).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def load_column_keys(
+    column_keys_ptr, cols, end, BLOCK: tl.constexpr, CHECK: tl.constexpr, REPEAT: tl.constexpr
+):
+    """Keys of BLOCK columns, int32; 0 from `end` on if CHECK.
+
+    The load is REPEAT wide at the same address: with fewer elements than threads the compiler would
+    let every thread load all the columns of its part of the score matrix by itself.
+    """
+    copies = tl.arange(0, REPEAT)[None, :] * 0
+    ptrs = column_keys_ptr + cols[:, None] + copies
+    if CHECK:
+        keys = tl.load(ptrs, mask=cols[:, None] + copies < end, other=0)
+    else:
+        keys = tl.load(ptrs)
+    if REPEAT >= 8:
+        keys, _ = tl.split(tl.reshape(keys, [BLOCK, REPEAT // 2, 2]))
+    if REPEAT >= 4:
+        keys, _ = tl.split(tl.reshape(keys, [BLOCK, 2, 2]))
+    if REPEAT >= 2:
+        keys, _ = tl.split(keys)
+    else:
+        keys = tl.reshape(keys, [BLOCK])
+    return keys
+
+
+@triton.jit
+def column_keys_kernel(
+    seed_ptr, column_keys_ptr, cu_seqlens_k_ptr, column_strides, nheads, seqlen_k, num_tiles,
     IS_VARLEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Random keys of the dropout mask: int32 arrays laid out like the LSE (rows) and its
-    counterpart for keys.
-
-    Row keys are Philox words of (row, batch * nheads + head). Column keys are a bijection of the
-    column, keyed by Philox words of the head, so that no two columns of a head ever share one.
+    """Column keys of the dropout mask, int32: a bijection of the column, keyed by Philox words of
+    the head, so that no two columns of a head ever share one.
     """
     pid = tl.program_id(0)
     batch_head = pid // num_tiles
@@ -264,19 +317,9 @@ def dropout_keys_kernel(
     head = (batch_head % nheads).to(tl.int64)
     positions = (pid % num_tiles) * BLOCK + tl.arange(0, BLOCK)
     seed = tl.load(seed_ptr)
-    first_q, length_q = sequence_range(cu_seqlens_q_ptr, batch_index, seqlen_q, IS_VARLEN)
     first_k, length_k = sequence_range(cu_seqlens_k_ptr, batch_index, seqlen_k, IS_VARLEN)
 
     zeros = positions * 0
-    key, multiplier, _, _ = tl.philox(
-        seed, positions, zeros + batch_head, zeros + ROW_DOMAIN, zeros
-    )
-    row_offset = batch_index.to(tl.int64) * row_strides[0] + head * row_strides[1] + first_q
-    inside = positions < length_q
-    tl.store(row_keys_ptr + row_offset + positions, key.to(tl.int32, bitcast=True), mask=inside)
-    multiplier = (multiplier | 1).to(tl.int32, bitcast=True)
-    tl.store(row_multipliers_ptr + row_offset + positions, multiplier, mask=inside)
-
     key_0, key_1, key_2, key_3 = tl.philox(
         seed, zeros, zeros + batch_head, zeros + HEAD_DOMAIN, zeros
     )

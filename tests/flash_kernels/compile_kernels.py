@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from flash_kernels.portable import attention_backward, attention_forward, dq
+from flash_kernels.portable.launch import key_repeat
 from flash_kernels.portable.tile_choice import Tile, family_of_capability, table_tile
 
 _KERNELS = {
@@ -34,8 +35,7 @@ _FLOATS = (
 # Pointers that only exist with an option.
 _OPTIONAL = {
     "cu_seqlens_q_ptr": "varlen", "cu_seqlens_k_ptr": "varlen", "lengths_k_ptr": "lengths",
-    "alibi_ptr": "alibi", "row_keys_ptr": "dropout", "row_multipliers_ptr": "dropout",
-    "column_keys_ptr": "dropout", "dlse_ptr": "dlse",
+    "alibi_ptr": "alibi", "seed_ptr": "dropout", "column_keys_ptr": "dropout", "dlse_ptr": "dlse",
 }  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def build(kernel: str, arch: str, headdim: int, dtype: str, options: list[str], 
     function = _KERNELS[kernel]
     target, family = target_of(arch)
     if kernel == "delta":
-        tile = Tile(64, 0, 4, 3)
+        tile = Tile(64, 64, 4, 3)
     tile = (
         Tile(*tile)
         if tile
@@ -63,9 +63,10 @@ def build(kernel: str, arch: str, headdim: int, dtype: str, options: list[str], 
         "IS_VARLEN": "varlen" in options, "HAS_LENGTHS": "lengths" in options,
         "HAS_LEFT": "window" in options, "HAS_RIGHT": "causal" in options or "window" in options,
         "HAS_SOFTCAP": "softcap" in options, "HAS_ALIBI": "alibi" in options,
-        "HAS_DROPOUT": "dropout" in options, "HAS_DLSE": "dlse" in options,
+        "HAS_DROPOUT": "dropout" in options, "KEY_REPEAT": key_repeat(tile),
+        "HAS_DLSE": "dlse" in options,
         "SCALE_IN_EXP": "softcap" not in options and "alibi" not in options,
-        "PRECISE": dtype == "fp32",
+        "PRECISE": dtype == "fp32", "PTX": family != "amd",
     }  # fmt: skip
     signature, constexprs, attributes = {}, {}, {}
     for index, name in enumerate(function.arg_names):
@@ -74,13 +75,11 @@ def build(kernel: str, arch: str, headdim: int, dtype: str, options: list[str], 
         elif name in _OPTIONAL and _OPTIONAL[name] not in options:
             signature[name], constexprs[(index,)] = "constexpr", None
         elif name.endswith("_ptr"):
-            if (
-                name in ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "lengths_k_ptr")
-                or "keys" in name
-                or "mult" in name
-            ):
+            if name in ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "lengths_k_ptr") or "keys" in name:
                 signature[name] = "*i32"
-            elif name in ("lse_ptr", "lse_log2_ptr", "delta_ptr", "dlse_ptr", "alibi_ptr"):
+            elif name == "seed_ptr":
+                signature[name] = "*i64"
+            elif name in ("lse_ptr", "row_words_ptr", "dlse_ptr", "alibi_ptr"):
                 signature[name] = "*fp32"
             else:
                 signature[name] = f"*{dtype}"
