@@ -169,9 +169,10 @@ def report(cfg: DictConfig, run, data, task, trainer: Trainer) -> float:
         loss = float("inf")
         say("no validation: data.val_fraction=0 holds nothing out")
     if cfg.sample_prompt and rank_zero_only.rank == 0 and trainer.world_size == 1:
-        model = task.model.eval().to(trainer.strategy.root_device)  # fit moves it to the CPU
-        ids = torch.tensor([data.tokenizer.encode(cfg.sample_prompt)], device=task.device)
-        rng = torch.Generator(task.device).manual_seed(cfg.seed)
+        device = trainer.strategy.root_device
+        model = task.model.eval().to(device)  # fit moves it to the CPU
+        ids = torch.tensor([data.tokenizer.encode(cfg.sample_prompt)], device=device)
+        rng = torch.Generator(device).manual_seed(cfg.seed)
         ids = generate(model, ids, cfg.sample_tokens, temperature=0.8, top_k=50, generator=rng)
         say(f"sample: {data.tokenizer.decode(ids[0].tolist())}")
     say(f"run: {run.folder}  (python -m scripts.generate run={run.folder.name} prompt='...')")

@@ -7,14 +7,18 @@ formulas. Arguments are checked by the public functions in attention.py; these o
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from .portable.attention_backward import attention_backward as portable_backward
 from .portable.attention_forward import attention_forward as portable_forward
+from .portable.checks import cu_seqlens_hold
 from .portable.decode import attention_decode as portable_decode
 from .portable.launch import Problem
 
 _LIBRARY = torch.library.Library("flash_kernels", "DEF")
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 # What both operators take after their tensors; None in a window is unbounded.
 _OPTIONS = (
@@ -99,18 +103,15 @@ def _decode(
 
 def _check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, total_q, total_k, max_seqlen_q, max_seqlen_k):
     """Assert what is documented of cu_seqlens: at once on the CPU, on the device elsewhere."""
-    for name, cu_seqlens, total, longest in (
-        ("q", cu_seqlens_q, total_q, max_seqlen_q),
-        ("k", cu_seqlens_k, total_k, max_seqlen_k),
-    ):
-        lengths = cu_seqlens.diff()
-        holds = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total)
-        holds = holds & (lengths.amin() >= 0) & (lengths.amax() <= longest)
-        message = (
-            f"cu_seqlens_{name} must start at 0, never fall, end at total_{name} = {total}, "
-            f"and no sequence may be longer than max_seqlen_{name} = {longest}"
-        )
-        _assert(holds, message, cu_seqlens)
+    holds = cu_seqlens_hold(
+        cu_seqlens_q, cu_seqlens_k, total_q, total_k, max_seqlen_q, max_seqlen_k
+    )
+    message = (
+        "cu_seqlens_q and cu_seqlens_k must start at 0, never fall, end at total_q = "
+        f"{total_q} and total_k = {total_k}, and no sequence may be longer than max_seqlen_q = "
+        f"{max_seqlen_q} or max_seqlen_k = {max_seqlen_k}"
+    )
+    _assert(holds, message, cu_seqlens_q, cu_seqlens_k)
 
 
 def _check_cache_lengths(cache_lengths, longest):
@@ -120,11 +121,12 @@ def _check_cache_lengths(cache_lengths, longest):
         _assert(holds, message, cache_lengths)
 
 
-def _assert(holds: Tensor, message: str, values: Tensor) -> None:
-    if values.device.type != "cpu":
+def _assert(holds: Tensor, message: str, *values: Tensor) -> None:
+    if holds.device.type != "cpu":
         torch._assert_async(holds, message)
     elif not holds:
-        raise ValueError(f"{message}, got {values.tolist()}")
+        got = " and ".join(str(v.tolist()) for v in values)
+        raise ValueError(f"{message}, got {got}")
 
 
 # CPU tensors reach the kernels only under Triton's interpreter; attention.py refuses them
@@ -173,15 +175,13 @@ def _save_for_backward(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, dout, dlse):
+def _differentiate(ctx, dout, dlse, operator=torch.ops.flash_kernels.attention_backward):
     q, k, v, out, lse, *index_tensors = ctx.saved_tensors
     if dout is None and dlse is None:
         return (None,) * (8 + len(ctx.options))
     if dout is None:
         dout = torch.zeros_like(out)
-    gradients = torch.ops.flash_kernels.attention_backward(
-        dout, dlse, q, k, v, out, lse, *index_tensors, *ctx.options
-    )
+    gradients = operator(dout, dlse, q, k, v, out, lse, *index_tensors, *ctx.options)
     return (*gradients, *(None,) * (5 + len(ctx.options)))
 
 
@@ -193,9 +193,8 @@ torch.library.register_autograd(
 )
 
 
-class _Attention(torch.autograd.Function):
-    """The same without register_autograd, whose wrapper slows eager calls and which
-    torch.func.grad, vjp and jacrev cannot use."""
+class _FuncAttention(torch.autograd.Function):
+    """The same for torch.func.grad, vjp and jacrev, which register_autograd does not serve."""
 
     @staticmethod
     def forward(*inputs):
@@ -205,11 +204,33 @@ class _Attention(torch.autograd.Function):
     backward = staticmethod(_differentiate)
 
 
+class _EagerAttention(torch.autograd.Function):
+    """The same for plain tensors: without the dispatcher and without a separate setup_context,
+    which together take as long as the launch."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _forward(*inputs)
+        _save_for_backward(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        if is_in_torch_dispatch_mode():
+            return _differentiate(ctx, dout, dlse)
+        return _differentiate(ctx, dout, dlse, _backward)
+
+
 def attend(*inputs) -> tuple[Tensor, Tensor]:
     """flash_kernels::attention_forward, also below the transforms of torch.func (vmap excepted)."""
     if torch.compiler.is_compiling():
         return torch.ops.flash_kernels.attention_forward(*inputs)
-    return _Attention.apply(*inputs)
+    if torch._C._are_functorch_transforms_active():
+        return _FuncAttention.apply(*inputs)
+    if is_in_torch_dispatch_mode() or any(type(t) not in _PLAIN for t in inputs[:3]):
+        return torch.ops.flash_kernels.attention_forward(*inputs)
+    return _EagerAttention.apply(*inputs)
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> float:

@@ -12,7 +12,6 @@ import dataclasses
 import datetime
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flash_kernels import flash_attention, flash_attention_varlen
 from model.run import environment
+from scripts.arguments import command_line
 
 SUITES = ("speed", "dropout", "packed", "paper")
 _MEASURED_MS = 150.0  # time spent on one cell
@@ -228,7 +228,7 @@ def peak_gib(case: Case, impl: str) -> float | None:
 def record_of(rows: list[dict], settings: dict) -> dict:
     return dict(
         name="benchmark_attention",
-        command="python -m scripts.benchmark_attention " + " ".join(sys.argv[1:]),
+        command=command_line("scripts.benchmark_attention", omit="--output"),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **environment(),
         settings=dict(settings, cudnn=torch.backends.cudnn.version()),

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from model.run import environment
+from scripts.arguments import command_line
 
 CONTROL = "sdpa_other_order"
 NO_DROPOUT = ["model.embd_dropout=0", "model.resid_dropout=0", "model.attn_dropout=0"]
@@ -140,7 +141,7 @@ def main() -> None:
         )
     record = {
         "name": "compare_attention",
-        "command": " ".join(["python", "-m", "scripts.compare_attention", *sys.argv[1:]]),
+        "command": command_line("scripts.compare_attention", omit="--out"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **environment(),
         "settings": {k: v for k, v in vars(args).items() if k not in ("out", "runs_root")},

@@ -122,3 +122,13 @@ def test_unknown_key_is_one_line(workplace):
 def test_help_lists_groups_and_examples(workplace):
     out = run(workplace, "--help")
     assert "experiment: gpt2_16k, gpt2_1k" in out and "python train.py experiment=gpt2_4k" in out
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_samples_resumes_and_generates(workplace):
+    options = ["run_name=gpu", "trainer=gpu", "attention=flash", "task.compile=false"]
+    assert "sample: The" in run(workplace, *options)
+    out = run(workplace, *options, "trainer.max_steps=16", "resume=auto")
+    assert "sample: The" in out
+    steps = [int(row["step"]) for row in rows(workplace, "gpu") if row["train/loss"]]
+    assert steps[-1] == 16 and len(steps) == len(set(steps))

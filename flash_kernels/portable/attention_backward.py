@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import tiles
 from .dq import launch_dq, load_row_words
-from .launch import Problem, column_keys, heads_per_group
+from .launch import Problem, cdiv, column_keys, heads_per_group
 from .tile_choice import Tile, choose_tile
 
 _DELTA_ROWS = 64
@@ -254,7 +254,7 @@ def compute_row_words(
     """The words of delta_kernel, float32 (*lse.shape, 4)."""
     p = problem
     row_words = torch.empty((*lse.shape, 4), dtype=torch.float32, device=lse.device)
-    num_tiles = triton.cdiv(p.seqlen_q, _DELTA_ROWS)
+    num_tiles = cdiv(p.seqlen_q, _DELTA_ROWS)
     if dlse is None:
         dlse_strides = (0, 0, 0)
     elif p.is_varlen:
@@ -277,7 +277,7 @@ def launch_dk_dv(problem: Problem, dout, row_words, keys, dk, dv, tile: Tile | N
     """Fill dk and dv. `tile` overrides the table of tile_choice.py."""
     p = problem
     tile = tile or choose_tile("dk_dv", p)
-    num_tiles = triton.cdiv(p.seqlen_k, tile.block_n)
+    num_tiles = cdiv(p.seqlen_k, tile.block_n)
     num_heads = p.batch * p.nheads_k
     dk_dv_kernel[(num_heads * num_tiles,)](
         p.q, p.k, p.v, dout, row_words, dk, dv, *p.index_tensors(), keys,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from . import tiles
-from .launch import Problem, column_keys, heads_per_group, key_repeat
+from .launch import Problem, cdiv, column_keys, heads_per_group, key_repeat
 from .tile_choice import Tile, choose_tile
 
 
@@ -193,7 +193,7 @@ def attention_forward(
         return out, lse
     tile = tile or choose_tile("forward", p)
     num_heads = p.batch * p.nheads
-    num_tiles = triton.cdiv(p.seqlen_q, tile.block_m)
+    num_tiles = cdiv(p.seqlen_q, tile.block_m)
     with p.device_guard():
         keys = column_keys(p)
         attention_forward_kernel[(num_heads * num_tiles,)](

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import tiles
 from .attention_forward import attend_keys
-from .launch import MAX_WINDOW, uses_ptx
+from .launch import MAX_WINDOW, block_d, cdiv, uses_ptx
 from .tile_choice import gpu_family
 
 _BLOCK_M = 16  # the smallest row count of a matrix product
@@ -217,7 +217,7 @@ def attention_decode(
     nheads_k = k_cache.shape[2]
     group_size = nheads // nheads_k
     seqlen_new = 0 if k is None else k.shape[1]
-    block_d = max(16, triton.next_power_of_2(headdim))
+    padded = block_d(headdim)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, nheads, seqlen_q, dtype=torch.float32, device=q.device)
     guard = torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext()
@@ -226,14 +226,14 @@ def attention_decode(
             append_kernel[(batch * seqlen_new * nheads_k,)](
                 k, v, k_cache, v_cache, cache_lengths, k.stride()[:3], v.stride()[:3],
                 k_cache.stride()[:3], v_cache.stride()[:3], nheads_k, seqlen_new, HEADDIM=headdim,
-                BLOCK_D=block_d, num_warps=1,
+                BLOCK_D=padded, num_warps=1,
             )  # fmt: skip
         if out.numel() == 0:
             return out, lse
-        block_n = 32 if gpu_family(q.device) == "interpreter" or block_d > 128 else 64
+        block_n = 32 if gpu_family(q.device) == "interpreter" or padded > 128 else 64
         if q.dtype == torch.float32:
             block_n = 16
-        num_row_tiles = triton.cdiv(seqlen_q * group_size, _BLOCK_M)
+        num_row_tiles = cdiv(seqlen_q * group_size, _BLOCK_M)
         programs = batch * nheads_k * num_row_tiles
         num_splits = num_splits or choose_num_splits(programs, k_cache.shape[1], block_n, q.device)
         partial = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)
@@ -245,7 +245,7 @@ def attention_decode(
             alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
             nheads, group_size, seqlen_q, seqlen_new, num_row_tiles, num_splits,
             (min(window_left or 0, MAX_WINDOW), min(window_right or 0, MAX_WINDOW)),
-            softmax_scale * tiles.LOG2E.value, softcap, HEADDIM=headdim, BLOCK_D=block_d,
+            softmax_scale * tiles.LOG2E.value, softcap, HEADDIM=headdim, BLOCK_D=padded,
             BLOCK_M=_BLOCK_M, BLOCK_N=block_n, HAS_LEFT=window_left is not None,
             HAS_RIGHT=window_right is not None, HAS_SOFTCAP=softcap > 0.0,
             HAS_ALIBI=alibi_slopes is not None,
@@ -254,7 +254,7 @@ def attention_decode(
         )  # fmt: skip
         combine_kernel[(batch * nheads * seqlen_q,)](
             partial, partial_lse, out, lse, partial.stride()[:4], partial_lse.stride()[:3],
-            out.stride()[:3], nheads, seqlen_q, num_splits, HEADDIM=headdim, BLOCK_D=block_d,
+            out.stride()[:3], nheads, seqlen_q, num_splits, HEADDIM=headdim, BLOCK_D=padded,
             BLOCK_SPLITS=triton.next_power_of_2(num_splits), num_warps=2,
         )  # fmt: skip
     return out, lse

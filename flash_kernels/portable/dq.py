@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from . import tiles
-from .launch import Problem, heads_per_group, key_repeat
+from .launch import Problem, cdiv, heads_per_group, key_repeat
 from .tile_choice import Tile, choose_tile
 
 
@@ -176,7 +176,7 @@ def launch_dq(problem: Problem, dout, row_words, keys, dq, tile: Tile | None = N
     """Fill dq. `tile` overrides the table of tile_choice.py."""
     p = problem
     tile = tile or choose_tile("dq", p)
-    num_tiles = triton.cdiv(p.seqlen_q, tile.block_m)
+    num_tiles = cdiv(p.seqlen_q, tile.block_m)
     num_heads = p.batch * p.nheads
     dq_kernel[(num_heads * num_tiles,)](
         p.q, p.k, p.v, dout, row_words, dq, *p.index_tensors(), keys,

@@ -1,6 +1,7 @@
 """What every launcher needs to know about one call: shapes, strides, flags, dropout keys."""
 
 import contextlib
+import functools
 
 import torch
 import triton
@@ -15,6 +16,17 @@ MAX_WINDOW = 2**30
 # on A100).
 _GROUP_BYTES = 16 * 2**20
 _KEYS_BLOCK = 256
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. triton.cdiv costs several microseconds a call."""
+    return -(-a // b)
+
+
+@functools.cache
+def block_d(headdim: int) -> int:
+    """Width that a head is padded to inside the kernels."""
+    return max(16, triton.next_power_of_2(headdim))
 
 
 class Problem:
@@ -89,7 +101,7 @@ class Problem:
         """Compile-time arguments that all kernels take."""
         return {
             "HEADDIM": self.headdim,
-            "BLOCK_D": max(16, triton.next_power_of_2(self.headdim)),
+            "BLOCK_D": block_d(self.headdim),
             "IS_VARLEN": self.is_varlen,
             "HAS_LENGTHS": self.lengths_k is not None,
             "HAS_LEFT": self.has_left,
@@ -119,7 +131,7 @@ def column_keys(problem: Problem) -> Tensor | None:
     if p.dropout_p == 0.0:
         return None
     keys = torch.empty(p.column_shape, dtype=torch.int32, device=p.q.device)
-    num_tiles = triton.cdiv(p.seqlen_k, _KEYS_BLOCK)
+    num_tiles = cdiv(p.seqlen_k, _KEYS_BLOCK)
     if keys.numel() > 0:
         tiles.column_keys_kernel[(p.batch * p.nheads * num_tiles,)](
             p.dropout_seed, keys, p.cu_seqlens_k, p.column_strides, p.nheads, p.seqlen_k,

@@ -128,6 +128,8 @@ def figures(compiled, arch: str) -> dict:
         raise RuntimeError(run.stderr[-500:])
     log = run.stderr
     found["registers"] = int(re.search(r"Used (\d+) registers", log).group(1))
+    found["async_copies"] = len(re.findall(r"\bcp\.async\.c[ag]\.", compiled.asm["ptx"]))
+    found["bit_packing"] = len(re.findall(r"\b(?:shl|or)\.b16\b", compiled.asm["ptx"]))
     found["spills"] = int(re.search(r"(\d+) bytes spill stores", log).group(1))
     return found
 

@@ -52,21 +52,21 @@ def test_families_have_the_shared_memory_of_their_smallest_gpu():
     }
 
 
-def test_hopper_main_case_does_not_spill():
-    check_limits(
-        compile_cases(
-            [
-                dict(
-                    kernel=kernel,
-                    arch="sm_90",
-                    headdim=64,
-                    dtype="bf16",
-                    options=["causal", "dropout"],
-                )
-                for kernel in ("forward", "dk_dv", "dq")
-            ]
-        )
+def test_hopper_main_cases():
+    """No spills; comparisons that are not packed into bits; and loads that threads share: at most 9
+    a thread (8 for two tiles of 64 x 64 and one for the words of the rows or keys) in each of two
+    stages before and one inside each of the two loops."""
+    found = compile_cases(
+        [
+            dict(kernel=kernel, arch="sm_90", headdim=64, dtype="bf16", options=options)
+            for kernel in ("forward", "dk_dv", "dq")
+            for options in (["causal"], ["causal", "dropout"])
+        ]
     )
+    check_limits(found)
+    for case in found:
+        assert case["bit_packing"] == 0, case
+        assert case["async_copies"] <= 2 * 3 * 9, case
 
 
 @pytest.mark.slow

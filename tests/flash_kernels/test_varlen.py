@@ -75,10 +75,10 @@ def test_sequence_without_keys_is_zero():
     "change,words",
     [
         (dict(max_seqlen_q=11), "no sequence may be longer than max_seqlen_q = 11"),
-        (dict(max_seqlen_k=8), "no sequence may be longer than max_seqlen_k = 8"),
+        (dict(max_seqlen_k=8), "or max_seqlen_k = 8"),
         (dict(cu_seqlens_q=torch.tensor([0, 21, 20], dtype=torch.int32)), "never fall"),
         (dict(cu_seqlens_q=torch.tensor([1, 5, 20], dtype=torch.int32)), "start at 0"),
-        (dict(cu_seqlens_k=torch.tensor([0, 5, 9], dtype=torch.int32)), "end at total_k = 30"),
+        (dict(cu_seqlens_k=torch.tensor([0, 5, 9], dtype=torch.int32)), "end at .* total_k = 30"),
         (dict(cu_seqlens_k=torch.tensor([0, 5, 30])), "cu_seqlens_k must be int32"),
         (dict(cu_seqlens_q=torch.tensor([0, 20], dtype=torch.int32)), "the same length"),
         (dict(cu_seqlens_q=torch.tensor(20, dtype=torch.int32)), "shape .batch . 1,."),
