@@ -3,8 +3,10 @@
 Suites: speed (D64 x 32 heads, D128 x 16 heads, 16,384 tokens), dropout (what dropout costs), packed
 (varlen against dense), paper (arXiv 2205.14135, appendix E.6: batch 16, 8 heads, D64, fp16, dropout
 0.1, padding of up to 20 keys; memory without dropout and padding). Within a case the
-implementations take turns, on rotated inputs, and a time is a median of CUDA events. FLOPs: forward
-4 * batch * nheads * seqlen^2 * headdim, half of it causal, backward 2.5 times.
+implementations take turns, on rotated inputs, and a time is a median of CUDA events, the GPU kept
+busy until a turn is queued, so that it is the kernels' time. What a call costs the host, where it
+is alone, is the suite host (batch 1, 8 heads, D64, 128 tokens). FLOPs: forward 4 * batch * nheads *
+seqlen^2 * headdim, half of it causal, backward 2.5 times.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import dataclasses
 import datetime
 import json
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +22,6 @@ import torch
 import torch._dynamo
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,9 +29,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from flash_kernels import flash_attention, flash_attention_varlen
 from model.run import environment
 from scripts.arguments import command_line
+from scripts.attention_tables import plot, render
 
-SUITES = ("speed", "dropout", "packed", "paper")
+SUITES = ("speed", "dropout", "packed", "paper", "host")
 _MEASURED_MS = 150.0  # time spent on one cell
+_SHORT_MS = 2.0  # calls below this could wait for the host
+_HOLD_CYCLES = 6_000_000  # about 3 ms on an H200: longer than the host needs to queue a turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,14 +185,17 @@ def measure(case: Case, implementations: list[str]) -> list[dict]:
     rows = []
     for direction in ("forward", "backward"):
         times = {c.impl: [] for c in contenders}
-        repeats = 8
+        repeats, short = 8, True
         for turn in range(1000):
             if turn == 5 and contenders:  # after a few turns: as many as fit the time
                 torch.cuda.synchronize()
                 slowest = max(a.elapsed_time(b) for a, b in times[contenders[0].impl])
-                repeats = int(min(200, max(8, _MEASURED_MS / max(slowest, 1e-3))))
+                repeats = int(min(100, max(8, _MEASURED_MS / max(slowest, 1e-3))))
+                short = slowest < _SHORT_MS
             if turn >= repeats or not contenders:
                 break
+            if short:
+                torch.cuda._sleep(_HOLD_CYCLES)
             for contender in contenders:
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
@@ -207,6 +215,24 @@ def measure(case: Case, implementations: list[str]) -> list[dict]:
                     failure=failures.get(impl),
                 )
             )  # fmt: skip
+    return rows
+
+
+def host_us(impl: str, calls: int = 300) -> list[dict]:
+    """Microseconds that one eager call keeps the host, of an input that the GPU hardly notices."""
+    case = Case(1, 8, 64, 128, True)
+    contender = Contender(impl, case)
+    rows = []
+    for direction in ("forward", "backward"):
+        for turn in range(20):
+            contender.run(direction, turn)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for turn in range(calls):
+            contender.run(direction, turn)
+        us = (time.perf_counter() - start) / calls * 1e6
+        torch.cuda.synchronize()
+        rows.append(dict(impl=impl, **dataclasses.asdict(case), direction=direction, host_us=us))
     return rows
 
 
@@ -236,74 +262,6 @@ def record_of(rows: list[dict], settings: dict) -> dict:
     )  # fmt: skip
 
 
-def render(record: dict, console: Console) -> None:
-    """One table a suite: forward / backward TFLOP/s of each implementation."""
-    for suite in SUITES:
-        rows = [r for r in record["rows"] if r["suite"] == suite]
-        if not rows:
-            continue
-        implementations = list(dict.fromkeys(r["impl"] for r in rows))
-        table = Table("case", *implementations, title=f"{suite}: forward / backward TFLOP/s")
-        keys = ("batch", "nheads", "headdim", "seqlen", "causal", "dropout_p", "padded", "packed")
-        for key in dict.fromkeys(tuple(r[k] for k in keys) for r in rows):
-            cells = []
-            for impl in implementations:
-                same = [r for r in rows if r["impl"] == impl and tuple(r[k] for k in keys) == key]
-                found = {r["direction"]: r for r in same}
-                numbers = [found.get(d, {}).get("tflops") for d in ("forward", "backward")]
-                cell = " / ".join("-" if n is None else f"{n:.0f}" for n in numbers)
-                peak = found.get("forward", {}).get("peak_gib")
-                cells.append(cell + (f"  {peak * 1024:.0f} MiB" if peak else ""))
-            case = dict(zip(keys, key, strict=True))
-            label = f"B{case['batch']} H{case['nheads']} D{case['headdim']} {case['seqlen']}"
-            label += (
-                " causal" * case["causal"] + " padded" * case["padded"] + " packed" * case["packed"]
-            )
-            label += f" dropout {case['dropout_p']}" if case["dropout_p"] else ""
-            table.add_row(label, *cells)
-        console.print(table)
-
-
-def plot(record: dict, folder: Path) -> list[Path]:
-    """Time, TFLOP/s and memory against seqlen, if matplotlib is there."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        return []
-    paths = []
-    panel_keys = ("headdim", "causal", "dropout_p", "direction")
-    for suite, field, label in (
-        ("speed", "tflops", "TFLOP/s"), ("paper", "ms", "ms"), ("paper", "peak_gib", "GiB"),
-    ):  # fmt: skip
-        rows = [r for r in record["rows"] if r["suite"] == suite and r.get(field)]
-        panels = list(dict.fromkeys(tuple(r[k] for k in panel_keys) for r in rows))
-        if not panels:
-            continue
-        figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.5), squeeze=False)
-        for axis, panel in zip(axes[0], panels, strict=True):
-            headdim, causal, dropout_p, direction = panel
-            for impl in dict.fromkeys(r["impl"] for r in rows):
-                line = [
-                    (r["seqlen"], r[field])
-                    for r in rows
-                    if r["impl"] == impl and tuple(r[k] for k in panel_keys) == panel
-                ]
-                if line:
-                    axis.plot(*zip(*sorted(line), strict=True), marker="o", label=impl)
-            axis.set_xscale("log", base=2)
-            if field != "tflops":
-                axis.set_yscale("log")
-            kind = "causal" if causal else "full"
-            axis.set_title(f"D{headdim} {kind} p={dropout_p} {direction}", fontsize=8)
-            axis.set_xlabel("seqlen")
-            axis.set_ylabel(label)
-        axes[0][0].legend(fontsize=7)
-        figure.tight_layout()
-        paths.append(folder / f"attention_{suite}_{field}.png")
-        figure.savefig(paths[-1], dpi=120)
-    return paths
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -317,7 +275,11 @@ def main() -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     torch._dynamo.config.recompile_limit = 64  # FlexAttention compiles once a shape
     rows = []
-    jobs = [(suite, *job) for suite in args.suites for job in cases_of(suite, args.quick)]
+    kernels = [suite for suite in args.suites if suite != "host"]
+    jobs = [(suite, *job) for suite in kernels for job in cases_of(suite, args.quick)]
+    if "host" in args.suites:
+        for impl in ("flash_portable", "sdpa_flash2", "flex"):
+            rows += [dict(row, suite="host") for row in host_us(impl)]
     for suite, case, implementations in track(jobs, "attention"):
         measured = measure(case, implementations)
         if suite == "paper" and not case.dropout_p:
