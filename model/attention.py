@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Attention = Callable[..., Tensor]
+# Queries of one call that the decoding kernels take: one tile of theirs.
+_MAX_DECODED = 16
 
 
 def sdpa_attention(
@@ -148,9 +150,10 @@ class KVCache:
         self.max_seqlen = max_seqlen
         self.length = 0  # tokens already in every layer
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._lengths: Tensor | None = None
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k, v (batch, seqlen, nheads, headdim) after the tokens held; return all so far."""
+    def buffers(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values (batch, max_seqlen, nheads, headdim), with room for k, v."""
         end = self.length + k.shape[1]
         if end > self.max_seqlen:
             raise ValueError(
@@ -160,7 +163,18 @@ class KVCache:
         if layer not in self._layers:
             shape = (k.shape[0], self.max_seqlen, *k.shape[2:])
             self._layers[layer] = (k.new_empty(shape), v.new_empty(shape))
-        keys, values = self._layers[layer]
+        return self._layers[layer]
+
+    def lengths(self, batch: int, device: torch.device) -> Tensor:
+        """`length` for each sequence, int32 (batch,), kept on the device."""
+        if self._lengths is None:
+            self._lengths = torch.full((batch,), self.length, dtype=torch.int32, device=device)
+        return self._lengths
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k, v (batch, seqlen, nheads, headdim) after the tokens held; return all so far."""
+        keys, values = self.buffers(layer, k, v)
+        end = self.length + k.shape[1]
         keys[:, self.length : end] = k
         values[:, self.length : end] = v
         return keys[:, :end], values[:, :end]
@@ -168,10 +182,19 @@ class KVCache:
     def advance(self, num_tokens: int) -> None:
         """Count the tokens that every layer has just appended."""
         self.length += num_tokens
+        if self._lengths is not None:
+            self._lengths += num_tokens
 
     def reset(self) -> None:
         """Forget the tokens and keep the buffers."""
         self.length = 0
+        self._lengths = None
+
+
+def _serves_cache(attention: Attention, q: Tensor) -> bool:
+    """Whether this call goes to flash_kernels' decoding kernels: few queries, keys split."""
+    is_flash = getattr(attention, "__module__", "").startswith("flash_kernels.attention")
+    return q.shape[1] <= _MAX_DECODED and (is_flash or (attention is auto_attention and q.is_cuda))
 
 
 class SelfAttention(nn.Module):
@@ -220,6 +243,9 @@ class SelfAttention(nn.Module):
         # Views of one tensor, stride(-1) == 1: nothing is copied before the kernel.
         q, k, v = self.qkv(x).unflatten(-1, (3, self.nheads, -1)).unbind(2)
         if kv_cache is not None:
+            if _serves_cache(self.attention, q):
+                out = self._decode(q, k, v, kv_cache)
+                return self.out(out.flatten(2))
             k, v = kv_cache.append(self.layer, k, v)
         out = self.attention(
             q,
@@ -230,3 +256,19 @@ class SelfAttention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
         )
         return self.out(out.flatten(2))
+
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: KVCache) -> Tensor:
+        """q over the cache and k, v, which the kernels append to it."""
+        from flash_kernels import flash_attention_with_kv_cache
+
+        keys, values = kv_cache.buffers(self.layer, k, v)
+        return flash_attention_with_kv_cache(
+            q,
+            keys,
+            values,
+            cache_lengths=kv_cache.lengths(q.shape[0], q.device),
+            k=k,
+            v=v,
+            causal=self.causal,
+            softmax_scale=self.softmax_scale,
+        )

@@ -174,3 +174,25 @@ def test_arguments_are_checked(options, message):
     arguments = {"input_ids": make_ids(), "max_new_tokens": 2, **options}
     with pytest.raises(ValueError, match=message):
         generate(make_gpt(), **arguments)
+
+
+@pytest.mark.parametrize("seqlen", [3, 18])
+def test_flash_decodes_through_its_own_cache_kernels(seqlen, monkeypatch):
+    """Prompts of up to 16 tokens and every later token; beyond max_seqlen the cache is refilled."""
+    flash_kernels = pytest.importorskip("flash_kernels")
+    decoded, decode = [], flash_kernels.flash_attention_with_kv_cache
+
+    def spy(q, *args, **options):
+        decoded.append(q.shape[1])
+        return decode(q, *args, **options)
+
+    monkeypatch.setattr(flash_kernels, "flash_attention_with_kv_cache", spy)
+    model, ids = make_gpt(max_seqlen=20), make_ids(seqlen)
+    expected = generate(model, ids, 8, temperature=0.0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device)
+    for block in model.blocks:
+        block.attention.attention = flash_kernels.flash_attention
+    assert torch.equal(generate(model, ids.to(device), 8, temperature=0.0).cpu(), expected)
+    steps = len(decoded) // 2  # two layers
+    assert decoded.count(1) >= 2 * 5 and steps == 8 - (seqlen > 16)
