@@ -17,6 +17,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Triton decides at decoration whether a kernel is compiled or interpreted.
 _IS_INTERPRETED = not isinstance(attention_forward_kernel, triton.JITFunction)
 
+_NO_BLOCKS = (*(None,) * 7, 0, 0)  # the operators' arguments without a block mask
+
 Window = tuple[int | None, int | None]
 Seed = int | Tensor | torch.Generator | None
 
@@ -78,12 +80,12 @@ def flash_attention(
         ValueError: shapes, dtypes, devices or options disagree.
         NotImplementedError: no GPU, or a kernel that does not exist.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     check_qkv(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
     batch = q.shape[0]
     if k.shape[0] != batch:
         raise ValueError(f"q and k must have the same batch size, got {batch} and {k.shape[0]}")
-    out, lse = _attend(
+    out, lse = attend(
         q, k, v, batch, None, None, q.shape[1], k.shape[1], causal, window, softmax_scale, softcap,
         alibi_slopes, lengths_k, dropout_p, dropout_seed, kernel,
     )  # fmt: skip
@@ -129,10 +131,10 @@ def flash_attention_varlen(
         ValueError in the interpreter; on a GPU they stop the kernels by an assertion on the device,
         because reading them would wait.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     check_qkv(q, k, v, 3, "(total, nheads, headdim)")
-    _check_cu_seqlens(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    out, lse = _attend(
+    check_packed(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    out, lse = attend(
         q, k, v, cu_seqlens_q.shape[0] - 1, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         causal, window, softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed,
         kernel,
@@ -151,9 +153,10 @@ def choose_kernel(kernel: str | None) -> str:
     raise ValueError(f'kernel must be None, "portable" or "hopper", got {kernel!r}')
 
 
-def _attend(
+def attend(
     q, k, v, batch, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window,
     softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed, kernel,
+    block_mask=None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     kernel = choose_kernel(kernel)
     check_options(dropout_p, softcap, window)
@@ -165,10 +168,17 @@ def _attend(
     seed = _seed_tensor(dropout_seed, q.device) if dropout_p > 0.0 else None
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
+    blocks = _NO_BLOCKS if block_mask is None else _block_arguments(block_mask)
     return operators.attend(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, seed, max_seqlen_q,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, seed, *blocks, max_seqlen_q,
         max_seqlen_k, softmax_scale, softcap, left, 0 if causal else right, dropout_p, kernel,
     )  # fmt: skip
+
+
+def _block_arguments(block_mask) -> tuple:
+    """The operators' arguments for a block mask: lists by row and by column, token masks, sizes."""
+    m = block_mask
+    return (*m.rows, *m.cols, m.token_masks, m.block_m, m.block_n)
 
 
 def check_options(dropout_p: float, softcap: float, window: Window) -> None:
@@ -184,7 +194,7 @@ def check_options(dropout_p: float, softcap: float, window: Window) -> None:
         )
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
@@ -236,7 +246,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, dim: int, layout: str) -> None:
             )
 
 
-def _check_cu_seqlens(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
+def check_packed(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != torch.int32:
             raise ValueError(

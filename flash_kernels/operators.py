@@ -15,16 +15,19 @@ from .portable.attention_backward import attention_backward as portable_backward
 from .portable.attention_forward import attention_forward as portable_forward
 from .portable.checks import cu_seqlens_hold
 from .portable.decode import attention_decode as portable_decode
-from .portable.launch import Problem
+from .portable.launch import BlockLists, Blocks, Problem
 
 _LIBRARY = torch.library.Library("flash_kernels", "DEF")
 _PLAIN = (Tensor, torch.nn.Parameter)
 
+_NUM_TENSORS = 15  # the leading arguments of attention_forward
 # What both operators take after their tensors; None in a window is unbounded.
 _OPTIONS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? lengths_k, "
     "Tensor? alibi_slopes, Tensor? dropout_seed, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, float softcap, "
+    "Tensor? row_bounds, Tensor? row_indices, Tensor? row_patterns, Tensor? col_bounds, "
+    "Tensor? col_indices, Tensor? col_patterns, Tensor? token_masks, SymInt block_m, "
+    "SymInt block_n, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, float softcap, "
     "SymInt? window_left, SymInt? window_right, float dropout_p, str kernel"
 )
 _LIBRARY.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
@@ -47,9 +50,15 @@ _LIBRARY.define("check_cache_lengths(Tensor cache_lengths, SymInt longest) -> ()
 
 
 def _problem(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, max_seqlen_q,
-    max_seqlen_k, softmax_scale, softcap, window_left, window_right, dropout_p,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, row_bounds,
+    row_indices, row_patterns, col_bounds, col_indices, col_patterns, token_masks, block_m, block_n,
+    max_seqlen_q, max_seqlen_k, softmax_scale, softcap, window_left, window_right, dropout_p,
 ) -> Problem:  # fmt: skip
+    blocks = None
+    if row_bounds is not None:
+        rows = BlockLists(row_bounds, row_indices, row_patterns)
+        cols = BlockLists(col_bounds, col_indices, col_patterns)
+        blocks = Blocks(rows, cols, token_masks, block_m, block_n)
     return Problem(
         q,
         k,
@@ -66,6 +75,7 @@ def _problem(
         window_left=window_left,
         window_right=window_right,
         dropout_p=dropout_p,
+        blocks=blocks,
     )
 
 
@@ -167,22 +177,19 @@ def _check_fake(*_):
 
 
 def _save_for_backward(ctx, inputs, output):
-    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, *options = inputs
-    ctx.save_for_backward(
-        q, k, v, *output, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed
-    )
-    ctx.options = options
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:_NUM_TENSORS])
+    ctx.options = inputs[_NUM_TENSORS:]
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, dout, dlse, operator=torch.ops.flash_kernels.attention_backward):
     q, k, v, out, lse, *index_tensors = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * (8 + len(ctx.options))
+        return (None,) * (_NUM_TENSORS + len(ctx.options))
     if dout is None:
         dout = torch.zeros_like(out)
     gradients = operator(dout, dlse, q, k, v, out, lse, *index_tensors, *ctx.options)
-    return (*gradients, *(None,) * (5 + len(ctx.options)))
+    return (*gradients, *(None,) * (_NUM_TENSORS - 3 + len(ctx.options)))
 
 
 torch.library.register_autograd(
@@ -249,9 +256,15 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | N
 
 
 def _forward_flops(
-    q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right
-) -> int:
-    """4 * headdim a visible pair (FlashAttention-2's convention)."""
+    q, k, cu_seqlens_q, cu_seqlens_k, row_bounds, row_indices, block_m, block_n, max_seqlen_q,
+    max_seqlen_k, left, right,
+) -> int:  # fmt: skip
+    """4 * headdim a visible pair (FlashAttention-2's convention); listed blocks count whole."""
+    if row_bounds is not None:
+        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        # A mask of one batch entry or one head serves all of them.
+        times = batch // row_bounds.shape[0] * (q.shape[-2] // row_bounds.shape[1])
+        return int(4 * times * row_indices.shape[0] * block_m * block_n * q.shape[-1])
     if cu_seqlens_q is None:
         pairs = q.shape[0] * visible_pairs(q.shape[1], k.shape[1], left, right)
     elif type(cu_seqlens_q) is Tensor and cu_seqlens_q.device.type != "meta":
@@ -264,12 +277,14 @@ def _forward_flops(
 
 @register_flop_formula(torch.ops.flash_kernels.attention_forward, get_raw=True)
 def _attention_forward_flops(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, max_seqlen_q,
-    max_seqlen_k, softmax_scale, softcap, window_left, window_right, *_, out_val=None,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, row_bounds,
+    row_indices, row_patterns, col_bounds, col_indices, col_patterns, token_masks, block_m, block_n,
+    max_seqlen_q, max_seqlen_k, softmax_scale, softcap, window_left, window_right, *_, out_val=None,
 ):  # fmt: skip
     return _forward_flops(
-        q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window_left, window_right
-    )
+        q, k, cu_seqlens_q, cu_seqlens_k, row_bounds, row_indices, block_m, block_n, max_seqlen_q,
+        max_seqlen_k, window_left, window_right,
+    )  # fmt: skip
 
 
 @register_flop_formula(torch.ops.flash_kernels.attention_backward, get_raw=True)

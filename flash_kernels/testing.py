@@ -11,7 +11,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from . import attention, reference
+from . import attention, block_sparse, reference
 
 
 def make_qkv(
@@ -102,7 +102,8 @@ def assert_matches_reference(
     `options` go to both. With dropout give dropout_seed. lse_gradient adds a gradient of the LSE.
     """
     q = qkv[0]
-    function, oracle = getattr(attention, name), getattr(reference, name)
+    function = getattr(attention, name, None) or getattr(block_sparse, name)
+    oracle = getattr(reference, name)
     generator = torch.Generator(q.device.type).manual_seed(seed)
     dout = torch.randn(q.shape, generator=generator, device=q.device).to(q.dtype)
     lse_shape = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tiles
+from . import sparse, tiles
 from .dq import launch_dq, load_row_words
 from .launch import Problem, cdiv, column_keys, heads_per_group
 from .tile_choice import Tile, choose_tile
@@ -84,11 +84,12 @@ def delta_kernel(
 @triton.jit
 def _accumulate_dk_dv(
     dk, dv, k, v, q_ptrs, dout_ptrs, q_stride, dout_stride, row_words_ptr, column_keys,
-    cols, dims, tile, shift, seqlen_q, keys_end, window, scale_log2, softcap, slope_log2,
-    dropout_threshold,
+    cols, dims, tile, lists, index, token_offsets, shift, seqlen_q, keys_end, window, scale_log2,
+    softcap, slope_log2, dropout_threshold,
     HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, PRECISE: tl.constexpr, PTX: tl.constexpr, MASKED: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, PRECISE: tl.constexpr, PTX: tl.constexpr, MASK_M: tl.constexpr,
+    MASK_N: tl.constexpr, BLOCK_N: tl.constexpr, HAS_TOKENS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows for a tile of keys: the body of both loops."""
     row_begin = tile * BLOCK_M
@@ -111,6 +112,11 @@ def _accumulate_dk_dv(
             probs, rows[None, :], cols[:, None], shift, keys_end, window, 0.0,
             HAS_LEFT, HAS_RIGHT, PTX,
         )  # fmt: skip
+        if HAS_TOKENS:
+            probs = sparse.mask_tokens(
+                probs, lists, index, token_offsets, 0.0, MASK_M // BLOCK_M, BLOCK_M * MASK_N,
+                MASK_M * MASK_N, PTX,
+            )  # fmt: skip
     dout_ptrs += row_begin.to(tl.int64) * dout_stride
     dout = tiles.load_tile(
         dout_ptrs, rows, 0, seqlen_q, dims, HEADDIM, BLOCK_D, MASKED
@@ -139,7 +145,7 @@ _LENGTHS = [
 @triton.jit(do_not_specialize=_LENGTHS)
 def dk_dv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, row_words_ptr, dk_ptr, dv_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, alibi_ptr, column_keys_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, alibi_ptr, column_keys_ptr, lists,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     lse_strides, column_strides, alibi_stride_batch,
     nheads, num_heads, seqlen_q, seqlen_k, num_tiles, heads_per_group,
@@ -149,6 +155,7 @@ def dk_dv_kernel(
     IS_VARLEN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, PRECISE: tl.constexpr, PTX: tl.constexpr,
+    MASK_M: tl.constexpr, MASK_N: tl.constexpr, HAS_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one key head, summed over its GROUP_SIZE query heads.
 
@@ -214,22 +221,40 @@ def dk_dv_kernel(
             column_keys = tl.load(
                 column_keys_ptr + column_offset + packed_cols, mask=cols < keys_end, other=0
             )
-        for index in tl.range(0, full_first - first + last - full_last):
+        masked_begin = 0
+        masked_end = full_first - first + last - full_last
+        token_offsets = cols
+        if MASK_M > 0:
+            masked_begin, masked_end, full_last = sparse.listed_range(
+                lists, batch_index, head, col_begin // MASK_N, MASK_M // BLOCK_M
+            )
+            full_first = masked_end
+            token_offsets = (col_begin % MASK_N + tl.arange(0, BLOCK_N))[:, None]
+            token_offsets = token_offsets + tl.arange(0, BLOCK_M)[None, :] * MASK_N
+        for index in tl.range(masked_begin, masked_end):
+            if MASK_M > 0:
+                tile = sparse.listed_tile(lists, index, MASK_M // BLOCK_M)
+            else:
+                tile = tiles.edge_tile(index, first, full_first, full_last)
             dk, dv = _accumulate_dk_dv(
                 dk, dv, k, v, q_ptrs, dout_ptrs, q_strides[1], dout_strides[1],
                 row_words_ptr + row_offset * 4, column_keys, cols, dims,
-                tiles.edge_tile(index, first, full_first, full_last), shift, seqlen_q, keys_end,
+                tile, lists, index, token_offsets, shift, seqlen_q, keys_end,
                 window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM,
                 BLOCK_D, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
-                PRECISE, PTX, MASKED=True,
+                PRECISE, PTX, MASK_M, MASK_N, BLOCK_N, HAS_TOKENS, MASKED=True,
             )  # fmt: skip
-        for tile in tl.range(full_first, full_last):
+        for index in tl.range(full_first, full_last):
+            tile = index
+            if MASK_M > 0:
+                tile = sparse.listed_tile(lists, index, MASK_M // BLOCK_M)
             dk, dv = _accumulate_dk_dv(
                 dk, dv, k, v, q_ptrs, dout_ptrs, q_strides[1], dout_strides[1],
-                row_words_ptr + row_offset * 4, column_keys, cols, dims, tile, shift, seqlen_q,
-                keys_end, window, scale_log2, softcap, slope_log2, dropout_threshold,
-                HEADDIM, BLOCK_D, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
-                PRECISE, PTX, MASKED=False,
+                row_words_ptr + row_offset * 4, column_keys, cols, dims,
+                tile, lists, index, token_offsets, shift, seqlen_q, keys_end,
+                window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM,
+                BLOCK_D, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT,
+                PRECISE, PTX, MASK_M, MASK_N, BLOCK_N, False, MASKED=False,
             )  # fmt: skip
 
     # The rows of the accumulators that belong to unseen keys hold anything; their gradient is zero.
@@ -276,11 +301,11 @@ def compute_row_words(
 def launch_dk_dv(problem: Problem, dout, row_words, keys, dk, dv, tile: Tile | None = None) -> None:
     """Fill dk and dv. `tile` overrides the table of tile_choice.py."""
     p = problem
-    tile = tile or choose_tile("dk_dv", p)
+    tile = p.fit(tile or choose_tile("dk_dv", p))
     num_tiles = cdiv(p.seqlen_k, tile.block_n)
     num_heads = p.batch * p.nheads_k
     dk_dv_kernel[(num_heads * num_tiles,)](
-        p.q, p.k, p.v, dout, row_words, dk, dv, *p.index_tensors(), keys,
+        p.q, p.k, p.v, dout, row_words, dk, dv, *p.index_tensors(), keys, p.col_lists,
         p.strides(p.q), p.strides(p.k), p.strides(p.v), p.strides(dout), p.strides(dk),
         p.strides(dv), p.lse_strides, p.column_strides, p.alibi_stride_batch,
         p.nheads, num_heads, p.seqlen_q, p.seqlen_k, num_tiles, max(1,

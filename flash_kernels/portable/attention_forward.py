@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import tiles
+from . import sparse, tiles
 from .launch import Problem, cdiv, column_keys, heads_per_group, key_repeat
 from .tile_choice import Tile, choose_tile
 
@@ -18,12 +18,13 @@ from .tile_choice import Tile, choose_tile
 @triton.jit
 def attend_keys(
     acc, row_max, row_sum, q, k_ptrs, v_ptrs, k_stride, v_stride, column_keys_ptr, row_keys,
-    row_multipliers, rows, dims, tile, begin, end, shift, keys_end, window, scale_log2, softcap,
-    slope_log2, dropout_threshold, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    row_multipliers, rows, dims, tile, lists, index, token_offsets, begin, end, shift, keys_end,
+    window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     KEY_REPEAT: tl.constexpr, SCALE_IN_EXP: tl.constexpr, PRECISE: tl.constexpr, PTX: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASK_M: tl.constexpr, MASK_N: tl.constexpr, HAS_TOKENS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys, [BLOCK_N, BLOCK_D]: the body of both loops (and of those in decode.py)."""
     col_begin = tile * BLOCK_N
@@ -46,6 +47,11 @@ def attend_keys(
             scores, rows[:, None], cols[None, :], shift, keys_end, window, float("-inf"),
             HAS_LEFT, HAS_RIGHT, PTX,
         )  # fmt: skip
+        if HAS_TOKENS:
+            scores = sparse.mask_tokens(
+                scores, lists, index, token_offsets, float("-inf"), MASK_N // BLOCK_N, BLOCK_N,
+                MASK_M * MASK_N, PTX,
+            )  # fmt: skip
     # A positive scale commutes with the maximum, so scaling and subtraction become one fused
     # multiply-add.
     if SCALE_IN_EXP:
@@ -85,8 +91,7 @@ _LENGTHS = [
 @triton.jit(do_not_specialize=_LENGTHS)
 def attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, alibi_ptr,
-    seed_ptr, column_keys_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, alibi_ptr, seed_ptr, column_keys_ptr, lists,
     q_strides, k_strides, v_strides, out_strides, lse_strides, column_strides, alibi_stride_batch,
     nheads, group_size, num_heads, seqlen_q, seqlen_k, num_tiles, heads_per_group,
     window, scale_log2, softcap, dropout_threshold, keep_scale,
@@ -95,6 +100,7 @@ def attention_forward_kernel(
     HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, KEY_REPEAT: tl.constexpr, SCALE_IN_EXP: tl.constexpr,
     PRECISE: tl.constexpr, PTX: tl.constexpr,
+    MASK_M: tl.constexpr, MASK_N: tl.constexpr, HAS_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one head.
 
@@ -147,23 +153,40 @@ def attention_forward_kernel(
         row_begin, tl.minimum(row_begin + BLOCK_M, seqlen_q), shift, keys_end, window,
         BLOCK_N, HAS_LEFT, HAS_RIGHT,
     )  # fmt: skip
-    for index in tl.range(0, full_first - first + last - full_last):
+    masked_begin = 0
+    masked_end = full_first - first + last - full_last
+    token_offsets = rows
+    if MASK_M > 0:
+        masked_begin, masked_end, full_last = sparse.listed_range(
+            lists, batch_index, head, row_begin // MASK_M, MASK_N // BLOCK_N
+        )
+        full_first, begin, end = masked_end, 0, keys_end
+        token_offsets = (row_begin % MASK_M + tl.arange(0, BLOCK_M))[:, None] * MASK_N
+        token_offsets = token_offsets + tl.arange(0, BLOCK_N)[None, :]
+    for index in tl.range(masked_begin, masked_end):
+        if MASK_M > 0:
+            tile = sparse.listed_tile(lists, index, MASK_N // BLOCK_N)
+        else:
+            tile = tiles.edge_tile(index, first, full_first, full_last)
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q, k_ptrs, v_ptrs, k_strides[1], v_strides[1],
             column_keys_ptr, row_keys, row_multipliers, rows, dims,
-            tiles.edge_tile(index, first, full_first, full_last), begin, end, shift, keys_end,
-            window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N,
+            tile, lists, index, token_offsets, begin, end, shift, keys_end, window, scale_log2,
+            softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N,
             HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, KEY_REPEAT,
-            SCALE_IN_EXP, PRECISE, PTX, MASKED=True,
+            SCALE_IN_EXP, PRECISE, PTX, MASK_M, MASK_N, HAS_TOKENS, MASKED=True,
         )  # fmt: skip
-    for tile in tl.range(full_first, full_last):
+    for index in tl.range(full_first, full_last):
+        tile = index
+        if MASK_M > 0:
+            tile = sparse.listed_tile(lists, index, MASK_N // BLOCK_N)
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q, k_ptrs, v_ptrs, k_strides[1], v_strides[1],
             column_keys_ptr, row_keys, row_multipliers, rows, dims,
-            tile, begin, end, shift, keys_end, window,
+            tile, lists, index, token_offsets, begin, end, shift, keys_end, window,
             scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N,
             HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, KEY_REPEAT,
-            SCALE_IN_EXP, PRECISE, PTX, MASKED=False,
+            SCALE_IN_EXP, PRECISE, PTX, MASK_M, MASK_N, False, MASKED=False,
         )  # fmt: skip
 
     # A row that saw no key keeps row_max = -inf and row_sum = 0: out = 0 and lse = -inf.
@@ -191,13 +214,14 @@ def attention_forward(
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=p.q.device)
     if out.numel() == 0:
         return out, lse
-    tile = tile or choose_tile("forward", p)
+    tile = p.fit(tile or choose_tile("forward", p))
     num_heads = p.batch * p.nheads
     num_tiles = cdiv(p.seqlen_q, tile.block_m)
     with p.device_guard():
         keys = column_keys(p)
         attention_forward_kernel[(num_heads * num_tiles,)](
             p.q, p.k, p.v, out, lse, *p.index_tensors(), p.dropout_seed, keys,
+            p.row_lists,
             p.strides(p.q), p.strides(p.k), p.strides(p.v), p.strides(out), p.lse_strides,
             p.column_strides, p.alibi_stride_batch, p.nheads, p.group_size, num_heads,
             p.seqlen_q, p.seqlen_k, num_tiles, heads_per_group(p), p.window, p.scale_log2,

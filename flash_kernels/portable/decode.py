@@ -122,17 +122,17 @@ def decode_kernel(
     for index in tl.range(0, full_first - first + last - full_last):
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q, k_ptrs, v_ptrs, k_strides[1], v_strides[1], None, None, None,
-            rows, dims, tiles.edge_tile(index, first, full_first, full_last), begin, end, shift,
-            seqlen_k, window, scale_log2, softcap, slopes_log2, 0, HEADDIM, BLOCK_D, BLOCK_N,
-            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, False, 1, SCALE_IN_EXP, PRECISE, PTX,
-            MASKED=True,
+            rows, dims, tiles.edge_tile(index, first, full_first, full_last), None, index, rows,
+            begin, end, shift, seqlen_k, window, scale_log2, softcap, slopes_log2, 0, HEADDIM,
+            BLOCK_D, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, False, 1, SCALE_IN_EXP,
+            PRECISE, PTX, 0, 0, False, MASKED=True,
         )  # fmt: skip
     for tile in tl.range(full_first, full_last):
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q, k_ptrs, v_ptrs, k_strides[1], v_strides[1], None, None, None,
-            rows, dims, tile, begin, end, shift, seqlen_k, window,
+            rows, dims, tile, None, tile, rows, begin, end, shift, seqlen_k, window,
             scale_log2, softcap, slopes_log2, 0, HEADDIM, BLOCK_D, BLOCK_N, HAS_LEFT, HAS_RIGHT,
-            HAS_SOFTCAP, HAS_ALIBI, False, 1, SCALE_IN_EXP, PRECISE, PTX, MASKED=False,
+            HAS_SOFTCAP, HAS_ALIBI, False, 1, SCALE_IN_EXP, PRECISE, PTX, 0, 0, False, MASKED=False,
         )  # fmt: skip
     normaliser = tl.where(row_sum == 0.0, 1.0, row_sum)
     out_offsets = split_64 * out_strides[0] + batch_64 * out_strides[1]

@@ -6,7 +6,7 @@ The formulas are those of attention_backward.py.
 import triton
 import triton.language as tl
 
-from . import tiles
+from . import sparse, tiles
 from .launch import Problem, cdiv, heads_per_group, key_repeat
 from .tile_choice import Tile, choose_tile
 
@@ -36,12 +36,14 @@ def load_row_words(ptrs, rows, seqlen_q, BLOCK_M: tl.constexpr, CHECK: tl.conste
 @triton.jit
 def _accumulate_dq(
     dq, q, dout, lse_log2, delta, k_ptrs, v_ptrs, k_stride, v_stride, column_keys_ptr, row_keys,
-    row_multipliers, rows, dims, tile, begin, end, shift, keys_end, window, scale_log2, softcap,
-    slope_log2, dropout_threshold, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    row_multipliers, rows, dims, tile, lists, index, token_offsets, begin, end, shift, keys_end,
+    window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     KEY_REPEAT: tl.constexpr,
-    PRECISE: tl.constexpr, PTX: tl.constexpr, MASKED: tl.constexpr,
+    PRECISE: tl.constexpr, PTX: tl.constexpr, MASK_M: tl.constexpr, MASK_N: tl.constexpr,
+    HAS_TOKENS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys for a tile of query rows: the body of both loops."""
     col_begin = tile * BLOCK_N
@@ -64,6 +66,11 @@ def _accumulate_dq(
             probs, rows[:, None], cols[None, :], shift, keys_end, window, 0.0,
             HAS_LEFT, HAS_RIGHT, PTX,
         )  # fmt: skip
+        if HAS_TOKENS:
+            probs = sparse.mask_tokens(
+                probs, lists, index, token_offsets, 0.0, MASK_N // BLOCK_N, BLOCK_N,
+                MASK_M * MASK_N, PTX,
+            )  # fmt: skip
     v = tiles.load_tile(
         v_ptrs + col_begin.to(tl.int64) * v_stride, cols, begin, end, dims, HEADDIM, BLOCK_D, MASKED
     )  # [BLOCK_N, BLOCK_D]
@@ -88,7 +95,7 @@ _LENGTHS = [
 @triton.jit(do_not_specialize=_LENGTHS)
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, row_words_ptr, dq_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, alibi_ptr, column_keys_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, alibi_ptr, column_keys_ptr, lists,
     q_strides, k_strides, v_strides, dout_strides, dq_strides, lse_strides, column_strides,
     alibi_stride_batch, nheads, group_size, num_heads, seqlen_q, seqlen_k, num_tiles,
     heads_per_group, window, scale_log2, softmax_scale, softcap, dropout_threshold, keep_scale,
@@ -96,6 +103,7 @@ def dq_kernel(
     IS_VARLEN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, KEY_REPEAT: tl.constexpr, PRECISE: tl.constexpr, PTX: tl.constexpr,
+    MASK_M: tl.constexpr, MASK_N: tl.constexpr, HAS_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one head.
 
@@ -147,23 +155,40 @@ def dq_kernel(
         row_begin, tl.minimum(row_begin + BLOCK_M, seqlen_q), shift, keys_end, window,
         BLOCK_N, HAS_LEFT, HAS_RIGHT,
     )  # fmt: skip
-    for index in tl.range(0, full_first - first + last - full_last):
+    masked_begin = 0
+    masked_end = full_first - first + last - full_last
+    token_offsets = rows
+    if MASK_M > 0:
+        masked_begin, masked_end, full_last = sparse.listed_range(
+            lists, batch_index, head, row_begin // MASK_M, MASK_N // BLOCK_N
+        )
+        full_first, begin, end = masked_end, 0, keys_end
+        token_offsets = (row_begin % MASK_M + tl.arange(0, BLOCK_M))[:, None] * MASK_N
+        token_offsets = token_offsets + tl.arange(0, BLOCK_N)[None, :]
+    for index in tl.range(masked_begin, masked_end):
+        if MASK_M > 0:
+            tile = sparse.listed_tile(lists, index, MASK_N // BLOCK_N)
+        else:
+            tile = tiles.edge_tile(index, first, full_first, full_last)
         dq = _accumulate_dq(
             dq, q, dout, lse_log2, delta, k_ptrs, v_ptrs, k_strides[1], v_strides[1],
             column_keys_ptr, row_keys, row_multipliers, rows, dims,
-            tiles.edge_tile(index, first, full_first, full_last), begin, end, shift, keys_end,
-            window, scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N,
+            tile, lists, index, token_offsets, begin, end, shift, keys_end, window, scale_log2,
+            softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N,
             HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, KEY_REPEAT, PRECISE, PTX,
-            MASKED=True,
+            MASK_M, MASK_N, HAS_TOKENS, MASKED=True,
         )  # fmt: skip
-    for tile in tl.range(full_first, full_last):
+    for index in tl.range(full_first, full_last):
+        tile = index
+        if MASK_M > 0:
+            tile = sparse.listed_tile(lists, index, MASK_N // BLOCK_N)
         dq = _accumulate_dq(
             dq, q, dout, lse_log2, delta, k_ptrs, v_ptrs, k_strides[1], v_strides[1],
             column_keys_ptr, row_keys, row_multipliers, rows, dims,
-            tile, begin, end, shift, keys_end, window,
+            tile, lists, index, token_offsets, begin, end, shift, keys_end, window,
             scale_log2, softcap, slope_log2, dropout_threshold, HEADDIM, BLOCK_D, BLOCK_N,
             HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, KEY_REPEAT, PRECISE, PTX,
-            MASKED=False,
+            MASK_M, MASK_N, False, MASKED=False,
         )  # fmt: skip
     dq = dq * (softmax_scale * keep_scale)
     tiles.store_tile(
@@ -175,11 +200,11 @@ def dq_kernel(
 def launch_dq(problem: Problem, dout, row_words, keys, dq, tile: Tile | None = None) -> None:
     """Fill dq. `tile` overrides the table of tile_choice.py."""
     p = problem
-    tile = tile or choose_tile("dq", p)
+    tile = p.fit(tile or choose_tile("dq", p))
     num_tiles = cdiv(p.seqlen_q, tile.block_m)
     num_heads = p.batch * p.nheads
     dq_kernel[(num_heads * num_tiles,)](
-        p.q, p.k, p.v, dout, row_words, dq, *p.index_tensors(), keys,
+        p.q, p.k, p.v, dout, row_words, dq, *p.index_tensors(), keys, p.row_lists,
         p.strides(p.q), p.strides(p.k), p.strides(p.v), p.strides(dout), p.strides(dq),
         p.lse_strides, p.column_strides, p.alibi_stride_batch,
         p.nheads, p.group_size, num_heads, p.seqlen_q, p.seqlen_k, num_tiles, heads_per_group(p),

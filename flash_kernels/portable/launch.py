@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,6 +18,36 @@ MAX_WINDOW = 2**30
 # on A100).
 _GROUP_BYTES = 16 * 2**20
 _KEYS_BLOCK = 256
+
+
+class BlockLists(NamedTuple):
+    """One direction of a block mask.
+
+    bounds: int32 (mask_batch, mask_heads, lines, 3): where the blocks of a line begin, where its
+        full ones do, where they end. indices: int32 (num_blocks,), the other coordinate of each.
+    patterns: int32 (num_blocks,), row of token_masks, -1 for none.
+    """
+
+    bounds: Tensor
+    indices: Tensor
+    patterns: Tensor
+
+
+class Blocks(NamedTuple):
+    """What the kernels need of a block mask; token_masks bool (num_patterns, block_m, block_n)."""
+
+    rows: BlockLists
+    cols: BlockLists
+    token_masks: Tensor
+    block_m: int
+    block_n: int
+
+
+def _lists(direction: BlockLists, token_masks: Tensor) -> tuple:
+    """Argument of the kernels; a mask of one batch entry or one head serves all: stride 0."""
+    bounds = direction.bounds
+    strides = [bounds.stride(i) if bounds.shape[i] > 1 else 0 for i in range(2)]
+    return (*direction._replace(), token_masks.view(torch.int8), *strides)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -55,6 +87,7 @@ class Problem:
         window_left: int | None = None,
         window_right: int | None = None,
         dropout_p: float = 0.0,
+        blocks: Blocks | None = None,
     ):
         self.q, self.k, self.v = q, k, v
         self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
@@ -88,6 +121,22 @@ class Problem:
             alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0
         )
 
+        # Of a block mask: what the kernels walk (sparse.py), by query row and by key column.
+        self.mask = blocks
+        self.row_lists = self.col_lists = None
+        if blocks is not None:
+            self.row_lists = _lists(blocks.rows, blocks.token_masks)
+            self.col_lists = _lists(blocks.cols, blocks.token_masks)
+
+    def fit(self, tile: Tile) -> Tile:
+        """The tile itself, or with a block mask the largest part of it that divides a block."""
+        if self.mask is None:
+            return tile
+        block_m = math.gcd(tile.block_m, self.mask.block_m)
+        block_n = math.gcd(tile.block_n, self.mask.block_n)
+        warps = tile.num_warps if block_m * block_n == tile.block_m * tile.block_n else 4
+        return Tile(block_m, block_n, min(warps, tile.num_warps), tile.num_stages)
+
     def strides(self, tensor: Tensor) -> tuple[int, int, int]:
         """(batch, row, head) strides; a packed tensor moves by rows only."""
         if self.is_varlen:
@@ -111,6 +160,9 @@ class Problem:
             "HAS_DROPOUT": self.dropout_p > 0.0,
             "PRECISE": self.q.dtype == torch.float32,
             "PTX": uses_ptx(self.q.device),
+            "MASK_M": 0 if self.mask is None else self.mask.block_m,
+            "MASK_N": 0 if self.mask is None else self.mask.block_n,
+            "HAS_TOKENS": self.mask is not None and self.mask.token_masks.shape[0] > 0,
         }
 
     def device_guard(self):

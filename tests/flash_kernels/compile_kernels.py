@@ -35,7 +35,8 @@ _FLOATS = (
 # Pointers that only exist with an option.
 _OPTIONAL = {
     "cu_seqlens_q_ptr": "varlen", "cu_seqlens_k_ptr": "varlen", "lengths_k_ptr": "lengths",
-    "alibi_ptr": "alibi", "seed_ptr": "dropout", "column_keys_ptr": "dropout", "dlse_ptr": "dlse",
+    "alibi_ptr": "alibi", "lists": "sparse", "seed_ptr": "dropout", "column_keys_ptr": "dropout",
+    "dlse_ptr": "dlse",
 }  # fmt: skip
 
 
@@ -67,6 +68,8 @@ def build(kernel: str, arch: str, headdim: int, dtype: str, options: list[str], 
         "HAS_DLSE": "dlse" in options,
         "SCALE_IN_EXP": "softcap" not in options and "alibi" not in options,
         "PRECISE": dtype == "fp32", "PTX": family != "amd",
+        "MASK_M": 128 if "sparse" in options else 0, "MASK_N": 128 if "sparse" in options else 0,
+        "HAS_TOKENS": "tokens" in options,
     }  # fmt: skip
     signature, constexprs, attributes = {}, {}, {}
     for index, name in enumerate(function.arg_names):
@@ -84,6 +87,8 @@ def build(kernel: str, arch: str, headdim: int, dtype: str, options: list[str], 
             else:
                 signature[name] = f"*{dtype}"
             attributes[(index,)] = [["tt.divisibility", 16]]
+        elif name == "lists":
+            signature[name] = ("*i32", "*i32", "*i32", "*i8", "i32", "i32")
         elif name == "window" or name in ("lse_strides", "column_strides"):
             signature[name] = ("i32", "i32")
         elif name == "dlse_strides":

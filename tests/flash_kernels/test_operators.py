@@ -26,10 +26,14 @@ def forward_arguments(packed: bool):
     if packed:
         q, k, v = (t.detach()[0].requires_grad_() for t in (q, k, v))
         lengths = testing.make_cu_seqlens([4, 5])
-        index = (lengths, lengths, None, torch.tensor([0.1]), torch.tensor([3]), 5, 5)
+        index = (lengths, lengths, None, torch.tensor([0.1]), torch.tensor([3]))
+        seqlens = (5, 5)
     else:
-        index = (None, None, torch.tensor([7]), None, None, 9, 9)
-    return (q, k, v, *index, 0.25, 0.0, 4, None, 0.2 if packed else 0.0, "portable")
+        index = (None, None, torch.tensor([7]), None, None)
+        seqlens = (9, 9)
+    no_blocks = (*(None,) * 7, 0, 0)
+    options = (0.25, 0.0, 4, None, 0.2 if packed else 0.0, "portable")
+    return (q, k, v, *index, *no_blocks, *seqlens, *options)
 
 
 @pytest.mark.parametrize("packed", [False, True])
