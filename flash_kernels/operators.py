@@ -11,11 +11,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
+from .block_lists import BlockLists
 from .portable.attention_backward import attention_backward as portable_backward
 from .portable.attention_forward import attention_forward as portable_forward
 from .portable.checks import cu_seqlens_hold
 from .portable.decode import attention_decode as portable_decode
-from .portable.launch import BlockLists, Blocks, Problem
+from .portable.launch import Problem, WalkedMask
 
 _LIBRARY = torch.library.Library("flash_kernels", "DEF")
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -58,7 +59,7 @@ def _problem(
     if row_bounds is not None:
         rows = BlockLists(row_bounds, row_indices, row_patterns)
         cols = BlockLists(col_bounds, col_indices, col_patterns)
-        blocks = Blocks(rows, cols, token_masks, block_m, block_n)
+        blocks = WalkedMask(rows, cols, token_masks, block_m, block_n)
     return Problem(
         q,
         k,

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..block_lists import BlockLists
 from . import tiles
 from .tile_choice import Tile
 
@@ -20,20 +21,7 @@ _GROUP_BYTES = 16 * 2**20
 _KEYS_BLOCK = 256
 
 
-class BlockLists(NamedTuple):
-    """One direction of a block mask.
-
-    bounds: int32 (mask_batch, mask_heads, lines, 3): where the blocks of a line begin, where its
-        full ones do, where they end. indices: int32 (num_blocks,), the other coordinate of each.
-    patterns: int32 (num_blocks,), row of token_masks, -1 for none.
-    """
-
-    bounds: Tensor
-    indices: Tensor
-    patterns: Tensor
-
-
-class Blocks(NamedTuple):
+class WalkedMask(NamedTuple):
     """What the kernels need of a block mask; token_masks bool (num_patterns, block_m, block_n)."""
 
     rows: BlockLists
@@ -87,7 +75,7 @@ class Problem:
         window_left: int | None = None,
         window_right: int | None = None,
         dropout_p: float = 0.0,
-        blocks: Blocks | None = None,
+        blocks: WalkedMask | None = None,
     ):
         self.q, self.k, self.v = q, k, v
         self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
