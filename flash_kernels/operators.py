@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .hopper.rule import choose_family
 from .portable.attention_backward import attention_backward as portable_backward
 from .portable.attention_forward import attention_forward as portable_forward
 from .portable.decode import attention_decode as portable_decode
@@ -21,7 +22,7 @@ _OPTIONS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? lengths_k, "
     "Tensor? alibi_slopes, Tensor? dropout_seed, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, float softcap, "
-    "SymInt? window_left, SymInt? window_right, float dropout_p, str kernel"
+    "SymInt? window_left, SymInt? window_right, float dropout_p, str? kernel"
 )
 _LIBRARY.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
 _LIBRARY.define(
@@ -67,13 +68,17 @@ def _problem(
 
 def _forward(q, k, v, *options) -> tuple[Tensor, Tensor]:
     *options, kernel = options
-    assert kernel == "portable"
-    return portable_forward(_problem(q, k, v, *options))
+    problem = _problem(q, k, v, *options)
+    if choose_family(problem, kernel) == "portable":
+        return portable_forward(problem)
+    # Only here: Gluon is not there on every machine.
+    from .hopper.launch import attention_forward as hopper_forward
+
+    return hopper_forward(problem)
 
 
 def _backward(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor]:
     *options, kernel = options
-    assert kernel == "portable"
     return portable_backward(_problem(q, k, v, *options), dout, dlse, out, lse)
 
 

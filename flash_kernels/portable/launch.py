@@ -115,21 +115,30 @@ class DropoutKeys(NamedTuple):
     column_strides: tuple[int, int]
 
 
-def dropout_keys(problem: Problem) -> DropoutKeys:
-    """Keys of this call's seed: O(batch * nheads * seqlen) memory, made again in the backward."""
+def dropout_keys(problem: Problem, column_multiple: int = 1) -> DropoutKeys:
+    """Keys of this call's seed: O(batch * nheads * seqlen) memory, made again in the backward.
+
+    column_multiple: the column keys of a dense call get rows of a multiple of this length, with
+    anything behind the last key.
+    """
     p = problem
     if p.dropout_p == 0.0:
         return DropoutKeys((None, None, None), (0, 0))
     row_keys = torch.empty(p.lse_shape, dtype=torch.int32, device=p.q.device)
     row_multipliers = torch.empty_like(row_keys)
-    column_keys = torch.empty(p.column_shape, dtype=torch.int32, device=p.q.device)
+    column_shape, column_strides = p.column_shape, p.column_strides
+    if not p.is_varlen:
+        columns = triton.cdiv(p.seqlen_k, column_multiple) * column_multiple
+        column_shape = (p.batch, p.nheads, columns)
+        column_strides = (p.nheads * columns, columns)
+    column_keys = torch.empty(column_shape, dtype=torch.int32, device=p.q.device)
     num_tiles = triton.cdiv(max(p.seqlen_q, p.seqlen_k), _KEYS_BLOCK)
     tiles.dropout_keys_kernel[(p.batch * p.nheads * num_tiles,)](
         p.dropout_seed, row_keys, row_multipliers, column_keys, p.cu_seqlens_q, p.cu_seqlens_k,
-        p.lse_strides, p.column_strides, p.nheads, p.seqlen_q, p.seqlen_k, num_tiles,
+        p.lse_strides, column_strides, p.nheads, p.seqlen_q, p.seqlen_k, num_tiles,
         IS_VARLEN=p.is_varlen, BLOCK=_KEYS_BLOCK,
     )  # fmt: skip
-    return DropoutKeys((row_keys, row_multipliers, column_keys), p.column_strides)
+    return DropoutKeys((row_keys, row_multipliers, column_keys), column_strides)
 
 
 def heads_per_group(problem: Problem) -> int:
