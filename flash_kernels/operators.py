@@ -79,7 +79,12 @@ def _forward(q, k, v, *options) -> tuple[Tensor, Tensor]:
 
 def _backward(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor]:
     *options, kernel = options
-    return portable_backward(_problem(q, k, v, *options), dout, dlse, out, lse)
+    problem = _problem(q, k, v, *options)
+    if choose_family(problem, kernel) == "portable":
+        return portable_backward(problem, dout, dlse, out, lse)
+    from .hopper.launch import attention_backward as hopper_backward
+
+    return hopper_backward(problem, dout, dlse, out, lse)
 
 
 def _decode(

@@ -22,7 +22,6 @@ from .gluon_api import (
     fence_async_shared,
     gl,
     jit,
-    keep_above,
     mbarrier,
     ring,
     store_wait,
@@ -30,7 +29,9 @@ from .gluon_api import (
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
+    zero_dropped,
 )
+from .masking import hide
 
 # Query rows of a warpgroup: one matrix instruction high.
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -38,13 +39,14 @@ ROWS: gl.constexpr = gl.constexpr(64)
 
 @jit
 def _produce(
-    descs, buffers, barriers, batch_index, head, head_k, row_begin, num_tiles,
-    NUM_CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    descs, buffers, barriers, position, NUM_CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Load Q once, then the K and V tiles num_tiles - 1 ... 0."""
     q_desc, k_desc, v_desc = descs
     q_smem, k_smem, v_smem = buffers
     q_full, k_full, k_empty, v_full, v_empty = barriers
+    batch_index, head, head_k, row_begin, num_tiles = position
     for consumer in gl.static_range(NUM_CONSUMERS):
         mbarrier.expect(q_full.index(consumer), q_desc.block_type.nbytes)
         coords = [batch_index, head, row_begin + consumer * ROWS, 0]
@@ -62,24 +64,6 @@ def _produce(
 
 
 @jit
-def _hide(scores, limits, BLOCK_N: gl.constexpr):
-    """-inf at columns from limits [ROWS] on, counted from the tile's first column.
-
-    The columns are taken as [BLOCK_N / 8, 8]: a thread holds the same columns of every group of 8,
-    so that it compares few numbers of its own with constants, not 2 with BLOCK_N / 4 of its own.
-    """
-    LAYOUT: gl.constexpr = scores.type.layout
-    grouped = scores.reshape([ROWS, BLOCK_N // 8, 8])
-    GROUPED: gl.constexpr = grouped.type.layout
-    groups = gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, GROUPED))) * 8
-    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, GROUPED)))
-    bounds = gl.convert_layout(limits, gl.SliceLayout(1, gl.SliceLayout(2, GROUPED)))
-    bounds = bounds.expand_dims(1).expand_dims(2) - within.expand_dims(0).expand_dims(1)
-    grouped = gl.where(groups.expand_dims(0).expand_dims(2) < bounds, grouped, float("-inf"))
-    return gl.convert_layout(grouped.reshape([ROWS, BLOCK_N]), LAYOUT, assert_trivial=True)
-
-
-@jit
 def _softmax(
     scores, row_max, row_sum, limits, tile, is_cut, scale_log2, BLOCK_N: gl.constexpr,
     MASKED: gl.constexpr,
@@ -91,7 +75,7 @@ def _softmax(
     """
     if MASKED:
         if is_cut:
-            scores = _hide(scores, limits - tile * BLOCK_N, BLOCK_N)
+            scores = hide(scores, limits - tile * BLOCK_N, BEFORE=False)
     # The scale is positive, so it commutes with the maximum and folds into one multiply-add.
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
     if MASKED:
@@ -115,16 +99,6 @@ def _load_column_keys(
         return gl.load(column_keys_ptr + cols)
     else:
         return cols
-
-
-@jit
-def _drop(probs, row_keys, row_multipliers, column_keys, threshold, HAS_DROPOUT: gl.constexpr):
-    """Zero where tiles.dropout_keep is false."""
-    if HAS_DROPOUT:
-        mixed = column_keys[None, :] * row_multipliers[:, None] + row_keys[:, None]
-        return keep_above(mixed, threshold, probs)
-    else:
-        return probs
 
 
 @jit
@@ -163,7 +137,10 @@ def _attend_tile(
     acc, values, row_sum = warpgroup_mma_wait(0, deps=[acc_token, values, row_sum])
     arrive_threads(v_empty.index(stage_before))
     # Behind that wait, where ptxas cannot compare early and then store 64 predicates.
-    values = _drop(values, row_keys, row_multipliers, column_keys, threshold, HAS_DROPOUT)
+    if HAS_DROPOUT:
+        values = zero_dropped(
+            values, row_keys[:, None], row_multipliers[:, None], column_keys[None, :], threshold
+        )
     probs = gl.convert_layout(values.to(q.dtype), PROBS, assert_trivial=True)
     decay = gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)
     return acc * decay[:, None], probs, row_max, row_sum
@@ -171,10 +148,10 @@ def _attend_tile(
 
 @jit
 def _consume(
-    out_desc, lse_ptr, dropout_ptrs, buffers, barriers, batch_index, head, row_begin, num_tiles,
-    seqlen_q, seqlen_k, scale_log2, threshold, keep_scale, CONSUMER: gl.constexpr,
-    HEADDIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    HAS_TAIL: gl.constexpr, HAS_DROPOUT: gl.constexpr,
+    out_desc, lse_ptr, dropout_ptrs, buffers, barriers, position, lengths, scale_log2, threshold,
+    keep_scale, CONSUMER: gl.constexpr, HEADDIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_TAIL: gl.constexpr,
+    HAS_DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """64 query rows: out and lse. lse_ptr and dropout_ptrs point at this head's vectors."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -184,6 +161,8 @@ def _consume(
     q_smem, k_smem, v_smem = buffers
     q_full, k_full, k_empty, v_full, v_empty = barriers
     row_keys_ptr, row_multipliers_ptr, column_keys_ptr = dropout_ptrs
+    batch_index, head, head_k, row_begin, num_tiles = position
+    seqlen_q, seqlen_k = lengths
     q = q_smem.index(CONSUMER).reshape([ROWS, HEADDIM])
     row_begin += CONSUMER * ROWS
     rows = row_begin + gl.arange(0, ROWS, ROW)
@@ -231,7 +210,10 @@ def _consume(
         scores, row_max, row_sum, limits, num_tiles - 1 - first, True, scale_log2, BLOCK_N,
         IS_CAUSAL or HAS_TAIL,
     )  # fmt: skip
-    values = _drop(values, row_keys, row_multipliers, column_keys, threshold, HAS_DROPOUT)
+    if HAS_DROPOUT:
+        values = zero_dropped(
+            values, row_keys[:, None], row_multipliers[:, None], column_keys[None, :], threshold
+        )
     probs = gl.convert_layout(values.to(q.dtype), PROBS, assert_trivial=True)
     mbarrier.wait(k_full.index(stage_after), phase_after, pred=first + 1 < num_tiles)
     for index in range(first + 1, num_tiles):
@@ -320,49 +302,47 @@ def attention_forward_kernel(
         row_multipliers_ptr += head_64 * seqlen_q
         column_keys_ptr += head_64 * column_stride
 
+    buffers = (q_smem, k_smem, v_smem)
+    barriers = (q_full, k_full, k_empty, v_full, v_empty)
+    dropout_ptrs = (row_keys_ptr, row_multipliers_ptr, column_keys_ptr)
+    position = (batch_index, head, head_k, row_begin, num_tiles)
+    lengths = (seqlen_q, seqlen_k)
     if NUM_CONSUMERS == 2:
         gl.warp_specialize([
             (_produce, (
-                (q_desc, k_desc, v_desc), (q_smem, k_smem, v_smem),
-                (q_full, k_full, k_empty, v_full, v_empty), batch_index, head, head_k, row_begin,
-                num_tiles, NUM_CONSUMERS, BLOCK_N, STAGES,
+                (q_desc, k_desc, v_desc), buffers, barriers, position, NUM_CONSUMERS, BLOCK_N,
+                STAGES,
             )),
             (_consume, (
-                out_desc, lse_ptr, (row_keys_ptr, row_multipliers_ptr, column_keys_ptr),
-                (q_smem, k_smem, v_smem), (q_full, k_full, k_empty, v_full, v_empty), batch_index,
-                head, row_begin, num_tiles, seqlen_q, seqlen_k, scale_log2, threshold, keep_scale,
-                0, HEADDIM, BLOCK_N, STAGES, IS_CAUSAL, HAS_TAIL, HAS_DROPOUT,
+                out_desc, lse_ptr, dropout_ptrs, buffers, barriers, position, lengths, scale_log2,
+                threshold, keep_scale, 0, HEADDIM, BLOCK_N, STAGES, IS_CAUSAL, HAS_TAIL,
+                HAS_DROPOUT,
             )),
             (_consume, (
-                out_desc, lse_ptr, (row_keys_ptr, row_multipliers_ptr, column_keys_ptr),
-                (q_smem, k_smem, v_smem), (q_full, k_full, k_empty, v_full, v_empty), batch_index,
-                head, row_begin, num_tiles, seqlen_q, seqlen_k, scale_log2, threshold, keep_scale,
-                1, HEADDIM, BLOCK_N, STAGES, IS_CAUSAL, HAS_TAIL, HAS_DROPOUT,
+                out_desc, lse_ptr, dropout_ptrs, buffers, barriers, position, lengths, scale_log2,
+                threshold, keep_scale, 1, HEADDIM, BLOCK_N, STAGES, IS_CAUSAL, HAS_TAIL,
+                HAS_DROPOUT,
             )),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_produce, (
-                (q_desc, k_desc, v_desc), (q_smem, k_smem, v_smem),
-                (q_full, k_full, k_empty, v_full, v_empty), batch_index, head, head_k, row_begin,
-                num_tiles, NUM_CONSUMERS, BLOCK_N, STAGES,
+                (q_desc, k_desc, v_desc), buffers, barriers, position, NUM_CONSUMERS, BLOCK_N,
+                STAGES,
             )),
             (_consume, (
-                out_desc, lse_ptr, (row_keys_ptr, row_multipliers_ptr, column_keys_ptr),
-                (q_smem, k_smem, v_smem), (q_full, k_full, k_empty, v_full, v_empty), batch_index,
-                head, row_begin, num_tiles, seqlen_q, seqlen_k, scale_log2, threshold, keep_scale,
-                0, HEADDIM, BLOCK_N, STAGES, IS_CAUSAL, HAS_TAIL, HAS_DROPOUT,
+                out_desc, lse_ptr, dropout_ptrs, buffers, barriers, position, lengths, scale_log2,
+                threshold, keep_scale, 0, HEADDIM, BLOCK_N, STAGES, IS_CAUSAL, HAS_TAIL,
+                HAS_DROPOUT,
             )),
             (_consume, (
-                out_desc, lse_ptr, (row_keys_ptr, row_multipliers_ptr, column_keys_ptr),
-                (q_smem, k_smem, v_smem), (q_full, k_full, k_empty, v_full, v_empty), batch_index,
-                head, row_begin, num_tiles, seqlen_q, seqlen_k, scale_log2, threshold, keep_scale,
-                1, HEADDIM, BLOCK_N, STAGES, IS_CAUSAL, HAS_TAIL, HAS_DROPOUT,
+                out_desc, lse_ptr, dropout_ptrs, buffers, barriers, position, lengths, scale_log2,
+                threshold, keep_scale, 1, HEADDIM, BLOCK_N, STAGES, IS_CAUSAL, HAS_TAIL,
+                HAS_DROPOUT,
             )),
             (_consume, (
-                out_desc, lse_ptr, (row_keys_ptr, row_multipliers_ptr, column_keys_ptr),
-                (q_smem, k_smem, v_smem), (q_full, k_full, k_empty, v_full, v_empty), batch_index,
-                head, row_begin, num_tiles, seqlen_q, seqlen_k, scale_log2, threshold, keep_scale,
-                2, HEADDIM, BLOCK_N, STAGES, IS_CAUSAL, HAS_TAIL, HAS_DROPOUT,
+                out_desc, lse_ptr, dropout_ptrs, buffers, barriers, position, lengths, scale_log2,
+                threshold, keep_scale, 2, HEADDIM, BLOCK_N, STAGES, IS_CAUSAL, HAS_TAIL,
+                HAS_DROPOUT,
             )),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

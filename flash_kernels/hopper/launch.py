@@ -7,9 +7,13 @@ import torch
 import triton
 from torch import Tensor
 
+from ..portable.attention_backward import compute_delta
 from ..portable.launch import Problem, dropout_keys, heads_per_group
+from .backward import BLOCK_KEYS, KEYS, attention_backward_kernel
 from .forward import ROWS, attention_forward_kernel
 from .gluon_api import TensorDescriptor, gl
+from .rounding import round_scaled
+from .rule import is_readable_by_tma
 
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
@@ -18,6 +22,12 @@ class ForwardTile(NamedTuple):
     num_consumers: int  # warpgroups of 64 query rows
     block_n: int  # keys
     num_stages: int  # K and V tiles in flight
+    registers: int  # of a consumer's thread
+
+
+class BackwardTile(NamedTuple):
+    block_m: int  # query rows
+    num_stages: int  # Q and dO tiles in flight
     registers: int  # of a consumer's thread
 
 
@@ -31,6 +41,11 @@ def forward_tile(headdim: int, has_dropout: bool) -> ForwardTile:
     if headdim > 64:
         return ForwardTile(2, 128, 2, 240)
     return ForwardTile(2, 128, 3, 240) if has_dropout else ForwardTile(3, 128, 3, 160)
+
+
+def backward_tile(headdim: int, has_dropout: bool) -> BackwardTile:
+    block_m = 128 if headdim <= 64 else 64
+    return BackwardTile(block_m, 2, 240)
 
 
 @functools.cache
@@ -81,3 +96,43 @@ def attention_forward(problem: Problem) -> tuple[Tensor, Tensor]:
             num_warps=4,
         )  # fmt: skip
     return out, lse
+
+
+def attention_backward(
+    problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The counterpart of the portable attention_backward, for calls that rule.py admits.
+
+    dq is added up in a float32 tensor of q's size, in any order.
+    """
+    p = problem
+    if not is_readable_by_tma(dout) or dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    dq = torch.empty(p.q.shape, dtype=p.q.dtype, device=p.q.device)
+    dk = torch.empty(p.k.shape, dtype=p.k.dtype, device=p.q.device)
+    dv = torch.empty(p.v.shape, dtype=p.v.dtype, device=p.q.device)
+    if dq.numel() == 0:
+        return dq, dk.zero_(), dv.zero_()
+    tile = backward_tile(p.headdim, p.dropout_p > 0.0)
+    columns = padded_headdim(p.headdim)
+    num_heads = p.batch * p.nheads_k
+    num_col_tiles = triton.cdiv(p.seqlen_k, BLOCK_KEYS.value)
+    grad_scale = p.softmax_scale * p.keep_scale
+    with p.device_guard():
+        keys = dropout_keys(p, BLOCK_KEYS.value)
+        delta, lse_log2 = compute_delta(p, dout, dlse, out, lse)
+        dq_sum = torch.zeros(p.q.shape, dtype=torch.float32, device=p.q.device)
+        attention_backward_kernel[(num_heads * num_col_tiles,)](
+            descriptor(p.q, tile.block_m, columns), descriptor(dout, tile.block_m, columns),
+            descriptor(p.k, KEYS.value, columns), descriptor(p.v, KEYS.value, columns),
+            descriptor(dk, KEYS.value, columns), descriptor(dv, KEYS.value, columns),
+            descriptor(dq_sum, 64, columns * tile.block_m // 128), lse_log2, delta, *keys.tensors,
+            keys.column_strides[1], p.nheads, p.group_size, num_heads, p.seqlen_q, p.seqlen_k,
+            num_col_tiles, max(1, heads_per_group(p) // p.group_size), p.scale_log2, grad_scale,
+            p.keep_scale, p.dropout_threshold, HEADDIM=columns, BLOCK_M=tile.block_m,
+            STAGES=tile.num_stages, REGISTERS=tile.registers, IS_CAUSAL=p.has_right,
+            HAS_TAIL=not p.has_right and p.seqlen_k % BLOCK_KEYS.value != 0,
+            HAS_DROPOUT=p.dropout_p > 0.0, num_warps=4,
+        )  # fmt: skip
+        round_scaled(dq_sum, grad_scale, dq)
+    return dq, dk, dv
