@@ -1,6 +1,6 @@
 """Gluon's names as the kernels use them: the one file that knows how they differ between releases.
 
-Served: Triton 3.6, 3.7 and 3.8. Importing this module needs one of them; rule.py asks first.
+Served: the releases of versions.py. Importing this module needs one of them; rule.py asks first.
 """
 
 import triton
@@ -22,9 +22,9 @@ fence_async_shared = hopper.fence_async_shared
 warpgroup_mma = hopper.warpgroup_mma
 warpgroup_mma_wait = hopper.warpgroup_mma_wait
 store_wait = hopper.tma.store_wait
-# Synchronises the threads of one partition. Renamed in 3.7 or 3.8.
+# Synchronises the threads of one partition.
 partition_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-# Renamed in 3.8, which still has the old names; later releases drop them.
+# Renamed in 3.8, which still has the old names; 3.9 does not.
 _NEW_NAMES = hasattr(hopper.tma, "async_load")
 tma_load = hopper.tma.async_load if _NEW_NAMES else hopper.tma.async_copy_global_to_shared
 tma_store = hopper.tma.async_store if _NEW_NAMES else hopper.tma.async_copy_shared_to_global

@@ -47,10 +47,10 @@ def choose_family(problem: Problem, kernel: str | None) -> str:
 def reason_not_served(problem: Problem) -> str | None:
     """None if the Hopper kernels serve the call, else what they lack."""
     p = problem
-    if p.q.device.type != "cuda" or not _is_hopper(p.q.device):
+    if not _is_hopper(p.q.device):
         return f"needs a GPU of compute capability 9.0, got a tensor on {p.q.device}"
     if not _has_gluon():
-        return f"does not know Triton {triton.__version__}, only 3.6 to 3.8"
+        return f"does not know Triton {triton.__version__}, only 3.6 to 3.9"
     if p.q.dtype not in (torch.float16, torch.bfloat16):
         return f"serves float16 and bfloat16, got {p.q.dtype}"
     if p.headdim % 8 != 0 or p.headdim > MAX_HEADDIM:
@@ -88,7 +88,9 @@ def is_readable_by_tma(tensor: Tensor) -> bool:
 
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
-    return not torch.version.hip and torch.cuda.get_device_capability(device) == (9, 0)
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache
@@ -97,7 +99,7 @@ def _has_gluon() -> bool:
     if is_served(triton.__version__):
         return True
     warnings.warn(
-        f"flash_kernels: the Hopper kernels know Triton 3.6 to 3.8, got {triton.__version__}: "
+        f"flash_kernels: the Hopper kernels know Triton 3.6 to 3.9, got {triton.__version__}: "
         "the portable kernels serve every call",
         stacklevel=2,
     )

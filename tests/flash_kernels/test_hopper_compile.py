@@ -87,7 +87,7 @@ def test_every_case(direction):
 
 @pytest.mark.parametrize(
     "version,served",
-    [("3.5.1", False), ("3.6.0", True), ("3.7.1", True), ("3.8.0", True), ("3.9.0", False)],
+    [("3.5.1", False), ("3.6.0", True), ("3.7.1", True), ("3.9.0", True), ("3.10.0", False)],
 )
 def test_releases_of_triton(version, served):
     assert is_served(version) == served
