@@ -1,8 +1,6 @@
-"""Public attention functions: documentation, checks, and the choice of the kernel.
+"""Public attention functions: documentation and checks.
 
-Which kernel serves a call: `kernel=None` and "portable" take the Triton kernels of portable/, on
-every GPU and for every option. "hopper" names the sm_90 kernels, which do not exist yet. The rule
-is `choose_kernel` below.
+Which kernel family serves a call is the rule of hopper/rule.py, which `kernel` overrides.
 """
 
 import torch
@@ -66,9 +64,11 @@ def flash_attention(
             one from torch's default generator, without a host synchronisation. The mask is a
             function of (seed, batch, head, row, column); reference.dropout_keep_mask gives it.
             Unused when dropout_p is 0.
-        deterministic: the backward has no atomics, so its results repeat bit for bit either way.
+        deterministic: results that repeat bit for bit, which the portable kernels always give. The
+            Hopper backward adds up dq in any order, so that True takes the portable kernels.
         return_lse: also return the log-sum-exp, which is differentiable.
-        kernel: None (see the module docstring), "portable" or "hopper".
+        kernel: None lets the rule of hopper/rule.py choose; "portable" takes the Triton kernels,
+            which serve every call; "hopper" the ones for sm_90 GPUs.
 
     Returns:
         out (batch, seqlen_q, nheads, headdim), dtype of q, contiguous; a query that sees no key
@@ -78,7 +78,7 @@ def flash_attention(
 
     Raises:
         ValueError: shapes, dtypes, devices or options disagree.
-        NotImplementedError: no GPU, or a kernel that does not exist.
+        NotImplementedError: no GPU, or kernel="hopper" for a call that it does not serve.
     """
     q, k, v = autocast(q, k, v)
     check_qkv(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
@@ -87,7 +87,7 @@ def flash_attention(
         raise ValueError(f"q and k must have the same batch size, got {batch} and {k.shape[0]}")
     out, lse = attend(
         q, k, v, batch, None, None, q.shape[1], k.shape[1], causal, window, softmax_scale, softcap,
-        alibi_slopes, lengths_k, dropout_p, dropout_seed, kernel,
+        alibi_slopes, lengths_k, dropout_p, dropout_seed, deterministic, kernel,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -137,28 +137,30 @@ def flash_attention_varlen(
     out, lse = attend(
         q, k, v, cu_seqlens_q.shape[0] - 1, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         causal, window, softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed,
-        kernel,
+        deterministic, kernel,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
-def choose_kernel(kernel: str | None) -> str:
-    """The family that serves a call: the one asked for, or "portable"."""
-    if kernel is None or kernel == "portable":
-        return "portable"
+def check_kernel(kernel: str | None, deterministic: bool) -> str | None:
+    """The argument `kernel` as the rule takes it: deterministic=True means the portable kernels."""
+    if kernel not in (None, "portable", "hopper"):
+        raise ValueError(f'kernel must be None, "portable" or "hopper", got {kernel!r}')
+    if not deterministic:
+        return kernel
     if kernel == "hopper":
         raise NotImplementedError(
-            'kernel="hopper" has no implementation yet, pass kernel="portable" or None'
+            'kernel="hopper" has no deterministic backward: pass kernel="portable" or None'
         )
-    raise ValueError(f'kernel must be None, "portable" or "hopper", got {kernel!r}')
+    return "portable"
 
 
 def attend(
     q, k, v, batch, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window,
-    softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed, kernel,
-    block_mask=None,
+    softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed, deterministic,
+    kernel, block_mask=None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    kernel = choose_kernel(kernel)
+    kernel = check_kernel(kernel, deterministic)
     check_options(dropout_p, softcap, window)
     left, right = window
     if alibi_slopes is not None:

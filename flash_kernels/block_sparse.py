@@ -57,7 +57,8 @@ def block_sparse_attention(
     )  # fmt: skip
     out, lse = attend(
         q, k, v, batch, None, None, q.shape[1], k.shape[1], causal, window, softmax_scale, softcap,
-        alibi_slopes, lengths_k, dropout_p, dropout_seed, kernel, walked,
+        alibi_slopes, lengths_k, dropout_p, dropout_seed, deterministic,
+        kernel, walked,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -100,7 +101,8 @@ def block_sparse_attention_varlen(
     walked = block_mask.restricted(seqlen_q=max_seqlen_q, seqlen_k=max_seqlen_k, mask_all=True)
     out, lse = attend(
         q, k, v, batch, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window,
-        softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed, kernel, walked,
+        softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed, deterministic,
+        kernel, walked,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from .block_lists import BlockLists
+from .hopper.rule import choose_family
 from .portable.attention_backward import attention_backward as portable_backward
 from .portable.attention_forward import attention_forward as portable_forward
 from .portable.checks import cu_seqlens_hold
@@ -29,7 +30,7 @@ _OPTIONS = (
     "Tensor? row_bounds, Tensor? row_indices, Tensor? row_patterns, Tensor? col_bounds, "
     "Tensor? col_indices, Tensor? col_patterns, Tensor? token_masks, SymInt block_m, "
     "SymInt block_n, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, float softcap, "
-    "SymInt? window_left, SymInt? window_right, float dropout_p, str kernel"
+    "SymInt? window_left, SymInt? window_right, float dropout_p, str? kernel"
 )
 _LIBRARY.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
 _LIBRARY.define(
@@ -82,14 +83,23 @@ def _problem(
 
 def _forward(q, k, v, *options) -> tuple[Tensor, Tensor]:
     *options, kernel = options
-    assert kernel == "portable"
-    return portable_forward(_problem(q, k, v, *options))
+    problem = _problem(q, k, v, *options)
+    if choose_family(problem, kernel) == "portable":
+        return portable_forward(problem)
+    # Only here: Gluon is not there on every machine.
+    from .hopper.launch import attention_forward as hopper_forward
+
+    return hopper_forward(problem)
 
 
 def _backward(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor]:
     *options, kernel = options
-    assert kernel == "portable"
-    return portable_backward(_problem(q, k, v, *options), dout, dlse, out, lse)
+    problem = _problem(q, k, v, *options)
+    if choose_family(problem, kernel) == "portable":
+        return portable_backward(problem, dout, dlse, out, lse)
+    from .hopper.launch import attention_backward as hopper_backward
+
+    return hopper_backward(problem, dout, dlse, out, lse)
 
 
 def _decode(

@@ -161,23 +161,42 @@ class Problem:
         return contextlib.nullcontext()
 
 
-def column_keys(problem: Problem) -> Tensor | None:
+def column_keys(problem: Problem, multiple: int = 1) -> Tensor | None:
     """int32 keys of the dropout mask, one a key and head (tiles.drop): None without dropout.
 
-    O(batch * nheads * seqlen_k) memory, made again in the backward. The keys of the rows are made
-    where they are used.
+    (batch, nheads, seqlen_k), the last dimension rounded up to a multiple of `multiple` with
+    anything in the rest, or (nheads, total_k). O(batch * nheads * seqlen_k) memory, made again in
+    the backward. The keys of the rows are made where they are used.
     """
     p = problem
     if p.dropout_p == 0.0:
         return None
-    keys = torch.empty(p.column_shape, dtype=torch.int32, device=p.q.device)
+    *heads, length = p.column_shape
+    columns = cdiv(length, multiple) * multiple
+    keys = torch.empty((*heads, columns), dtype=torch.int32, device=p.q.device)
+    strides = (0, columns) if p.is_varlen else (p.nheads * columns, columns)
     num_tiles = cdiv(p.seqlen_k, _KEYS_BLOCK)
     if keys.numel() > 0:
         tiles.column_keys_kernel[(p.batch * p.nheads * num_tiles,)](
-            p.dropout_seed, keys, p.cu_seqlens_k, p.column_strides, p.nheads, p.seqlen_k,
-            num_tiles, IS_VARLEN=p.is_varlen, BLOCK=_KEYS_BLOCK,
+            p.dropout_seed, keys, p.cu_seqlens_k, strides, p.nheads, p.seqlen_k, num_tiles,
+            IS_VARLEN=p.is_varlen, BLOCK=_KEYS_BLOCK,
         )  # fmt: skip
     return keys
+
+
+def row_keys(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
+    """(keys, multipliers) of the rows of a dense call, int32 (batch, nheads, seqlen_q) each, for
+    kernels that cannot make them themselves; None without dropout."""
+    p = problem
+    if p.dropout_p == 0.0:
+        return None, None
+    keys = torch.empty(p.lse_shape, dtype=torch.int32, device=p.q.device)
+    multipliers = torch.empty_like(keys)
+    num_tiles = cdiv(p.seqlen_q, _KEYS_BLOCK)
+    tiles.row_keys_kernel[(p.batch * p.nheads * num_tiles,)](
+        p.dropout_seed, keys, multipliers, p.seqlen_q, num_tiles, BLOCK=_KEYS_BLOCK
+    )
+    return keys, multipliers
 
 
 def uses_ptx(device: torch.device) -> bool:

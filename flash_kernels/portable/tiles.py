@@ -304,6 +304,17 @@ def load_column_keys(
 
 
 @triton.jit
+def row_keys_kernel(seed_ptr, keys_ptr, multipliers_ptr, seqlen_q, num_tiles, BLOCK: tl.constexpr):
+    """dropout_row_keys of every row, (batch * nheads, seqlen_q). Grid: (heads * num_tiles,)."""
+    batch_head = tl.program_id(0) // num_tiles
+    rows = (tl.program_id(0) % num_tiles) * BLOCK + tl.arange(0, BLOCK)
+    keys, multipliers = dropout_row_keys(seed_ptr, rows, batch_head)
+    offsets = batch_head.to(tl.int64) * seqlen_q + rows
+    tl.store(keys_ptr + offsets, keys, mask=rows < seqlen_q)
+    tl.store(multipliers_ptr + offsets, multipliers, mask=rows < seqlen_q)
+
+
+@triton.jit
 def column_keys_kernel(
     seed_ptr, column_keys_ptr, cu_seqlens_k_ptr, column_strides, nheads, seqlen_k, num_tiles,
     IS_VARLEN: tl.constexpr, BLOCK: tl.constexpr,

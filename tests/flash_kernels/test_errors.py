@@ -67,10 +67,13 @@ def test_options(option, words):
         flash_attention(q, k, k, **option)
 
 
-def test_kernel_that_does_not_exist_yet():
+def test_kernel_that_does_not_serve_the_call():
     q, k = tensors()
-    with pytest.raises(NotImplementedError, match='pass kernel="portable" or None'):
+    words = 'needs a GPU of compute capability 9.0, got a tensor on cpu: pass kernel="portable"'
+    with pytest.raises(NotImplementedError, match=words):
         flash_attention(q, k, k, kernel="hopper")
+    with pytest.raises(NotImplementedError, match="has no deterministic backward"):
+        flash_attention(q, k, k, kernel="hopper", deterministic=True)
 
 
 def test_bfloat16_in_the_interpreter():

@@ -1,0 +1,108 @@
+"""Which kernel family serves a call: the rule, in one place.
+
+    kernel="portable"  the Triton kernels of portable/, which serve every call on every GPU.
+    kernel="hopper"    the Gluon kernels of this folder; NotImplementedError, with the reason, where
+                       they do not serve the call.
+    kernel=None        hopper where IS_AUTOMATIC is set and it serves the call, else portable.
+
+Hopper serves: a GPU of compute capability 9.0, a release of Triton in versions.py, float16 or
+bfloat16, headdim a multiple of 8 up to 128, dense batches, causal or full attention, dropout,
+grouped heads, and q, k and v that TMA can read (16-byte aligned, with strides that are multiples of
+16 bytes). Forward and backward decide each by itself: both families share one contract.
+"""
+
+import functools
+import warnings
+
+import torch
+import triton
+from torch import Tensor
+
+from ..portable.launch import Problem
+from .versions import is_served
+
+# Set to True to let kernel=None choose these kernels.
+IS_AUTOMATIC = False
+MAX_HEADDIM = 128
+
+
+def choose_family(problem: Problem, kernel: str | None) -> str:
+    """The family of a call, "portable" or "hopper"; attention.py checked the argument `kernel`.
+
+    Raises:
+        NotImplementedError: kernel="hopper", which does not serve the call; says why.
+    """
+    if kernel == "portable" or (kernel is None and not IS_AUTOMATIC):
+        return "portable"
+    reason = reason_not_served(problem)
+    if reason is None:
+        return "hopper"
+    if kernel is None:
+        return "portable"
+    raise NotImplementedError(
+        f'kernel="hopper" {reason}: pass kernel="portable" or None to take the portable kernels'
+    )
+
+
+def reason_not_served(problem: Problem) -> str | None:
+    """None if the Hopper kernels serve the call, else what they lack."""
+    p = problem
+    if not _is_hopper(p.q.device):
+        return f"needs a GPU of compute capability 9.0, got a tensor on {p.q.device}"
+    if not _has_gluon():
+        return f"does not know Triton {triton.__version__}, only 3.6 to 3.9"
+    if p.q.dtype not in (torch.float16, torch.bfloat16):
+        return f"serves float16 and bfloat16, got {p.q.dtype}"
+    if p.headdim % 8 != 0 or p.headdim > MAX_HEADDIM:
+        return f"serves head dims that are multiples of 8 up to {MAX_HEADDIM}, got {p.headdim}"
+    if p.is_varlen or p.lengths_k is not None:
+        return "does not serve packed sequences or lengths_k"
+    if p.has_left or p.window[1] != 0:
+        return "does not serve windows other than causal"
+    if p.mask is not None:
+        return "does not serve block masks"
+    if p.softcap > 0.0 or p.alibi_slopes is not None:
+        return "does not serve softcap or alibi_slopes"
+    if not p.softmax_scale > 0.0:
+        return f"needs a positive softmax_scale, got {p.softmax_scale}"
+    if p.seqlen_k == 0:
+        return "needs at least one key"
+    for name, tensor in (("q", p.q), ("k", p.k), ("v", p.v)):
+        if not is_readable_by_tma(tensor):
+            return (
+                f"needs {name} 16-byte aligned with strides that are multiples of 16 bytes, "
+                f"got strides {tuple(tensor.stride())} of {tensor.dtype}"
+            )
+    return None
+
+
+def is_readable_by_tma(tensor: Tensor) -> bool:
+    """Whether a TMA descriptor can address the tensor; stride(-1) is 1 already.
+
+    Expanded dimensions (stride 0) count as not readable.
+    """
+    step = 16 // tensor.element_size()
+    return tensor.data_ptr() % 16 == 0 and all(
+        size == 1 or (stride > 0 and stride % step == 0)
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    )
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    """Whether Gluon is of a release that the kernels know; warns once if not."""
+    if is_served(triton.__version__):
+        return True
+    warnings.warn(
+        f"flash_kernels: the Hopper kernels know Triton 3.6 to 3.9, got {triton.__version__}: "
+        "the portable kernels serve every call",
+        stacklevel=2,
+    )
+    return False

@@ -1,0 +1,88 @@
+"""The rule that chooses the kernel family, on a pretended Hopper GPU."""
+
+import warnings
+
+import pytest
+import torch
+
+from flash_kernels.hopper import rule
+from flash_kernels.portable.launch import Problem
+
+
+@pytest.fixture(autouse=True)
+def hopper_gpu(monkeypatch):
+    monkeypatch.setattr(rule, "_is_hopper", lambda device: True)
+
+
+def problem(headdim=64, dtype=torch.bfloat16, seqlen_k=24, **options) -> Problem:
+    q = torch.zeros(2, 16, 4, headdim, dtype=dtype)
+    k = torch.zeros(2, seqlen_k, 2, headdim, dtype=dtype)
+    return Problem(q, k, k, **{"softmax_scale": 0.1, **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(window_right=0),
+        dict(headdim=8),
+        dict(headdim=72, dtype=torch.float16),
+        dict(dropout_p=0.1, dropout_seed=torch.zeros(1, dtype=torch.int64)),
+    ],
+)
+def test_served(options, monkeypatch):
+    assert rule.choose_family(problem(**options), "hopper") == "hopper"
+    assert rule.choose_family(problem(**options), "portable") == "portable"
+    monkeypatch.setattr(rule, "IS_AUTOMATIC", True)
+    assert rule.choose_family(problem(**options), None) == "hopper"
+    monkeypatch.setattr(rule, "IS_AUTOMATIC", False)
+    assert rule.choose_family(problem(**options), None) == "portable"
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        (dict(dtype=torch.float32), "float16 and bfloat16, got torch.float32"),
+        (dict(headdim=136), "up to 128, got 136"),
+        (dict(headdim=36), "multiples of 8 up to 128, got 36"),
+        (dict(window_left=3), "windows other than causal"),
+        (dict(window_right=3), "windows other than causal"),
+        (dict(softcap=1.0), "does not serve softcap"),
+        (dict(alibi_slopes=torch.zeros(4)), "or alibi_slopes"),
+        (dict(lengths_k=torch.zeros(2)), "or lengths_k"),
+        (dict(softmax_scale=0.0), "positive softmax_scale, got 0.0"),
+        (dict(seqlen_k=0), "at least one key"),
+    ],
+)
+def test_not_served(options, words, monkeypatch):
+    with pytest.raises(NotImplementedError, match=words + '.*pass kernel="portable" or None'):
+        rule.choose_family(problem(**options), "hopper")
+    monkeypatch.setattr(rule, "IS_AUTOMATIC", True)
+    assert rule.choose_family(problem(**options), None) == "portable"
+
+
+def test_strides():
+    fused = torch.zeros(2, 16, 3, 4, 64, dtype=torch.float16)
+    assert all(rule.is_readable_by_tma(t) for t in fused.unbind(2))
+    assert not rule.is_readable_by_tma(torch.zeros(2, 16, 4, 68, dtype=torch.float16)[..., :64])
+    assert not rule.is_readable_by_tma(torch.zeros(2, 16, 4, 72, dtype=torch.float16)[..., 4:68])
+    assert not rule.is_readable_by_tma(torch.zeros(2, 16, 1, 64).expand(2, 16, 4, 64))
+    # The stride of a dimension of size 1 is never used.
+    strides = (3, 64, 5, 1)
+    assert rule.is_readable_by_tma(torch.empty_strided((1, 16, 1, 64), strides, dtype=torch.half))
+
+
+def test_unknown_triton_warns_once_and_takes_the_portable_kernels(monkeypatch):
+    monkeypatch.setattr(rule, "is_served", lambda version: False)
+    monkeypatch.setattr(rule, "IS_AUTOMATIC", True)
+    rule._has_gluon.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="know Triton 3.6 to 3.9"):
+            assert rule.choose_family(problem(), None) == "portable"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert rule.choose_family(problem(), None) == "portable"
+        with pytest.raises(NotImplementedError, match="does not know Triton"):
+            rule.choose_family(problem(), "hopper")
+    finally:
+        rule._has_gluon.cache_clear()
