@@ -80,6 +80,36 @@ def list_blocks(rows: BlockLists) -> Blocks:
     )
 
 
+def restrict_blocks(
+    blocks: Blocks,
+    block_sizes: tuple[int, int],
+    lengths: tuple[int, int],
+    window: tuple[int | None, int | None],
+    per_row_tails: bool,
+) -> Blocks:
+    """Without the blocks that window or the lengths hide altogether; is_full of those they cut is
+    False.
+    """
+    (block_m, block_n), (seqlen_q, seqlen_k), (left, right) = block_sizes, lengths, window
+    first_q, first_k = blocks.rows * block_m, blocks.cols * block_n
+    last_q = (first_q + block_m).clamp(max=seqlen_q) - 1
+    last_k = (first_k + block_n).clamp(max=seqlen_k) - 1
+    keep = (first_q < seqlen_q) & (first_k < seqlen_k)
+    is_whole = last_k - first_k == block_n - 1
+    if per_row_tails:
+        is_whole &= last_q - first_q == block_m - 1
+    # Distances of keys from their query's diagonal: a block has all those between these two.
+    lowest = first_k - last_q - (seqlen_k - seqlen_q)
+    highest = last_k - first_q - (seqlen_k - seqlen_q)
+    if right is not None:
+        keep &= lowest <= right
+        is_whole &= highest <= right
+    if left is not None:
+        keep &= highest >= -left
+        is_whole &= lowest >= -left
+    return blocks._replace(is_full=blocks.is_full & is_whole).select(keep)
+
+
 def evaluate_blocks(
     fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     blocks: Blocks,

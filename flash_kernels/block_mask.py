@@ -5,17 +5,39 @@ block is hidden, full (every token seen) or partial (a token mask applies), as i
 Memory is linear in the number of visible blocks and of distinct token masks.
 """
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .block_lists import BlockLists, Blocks, evaluate_blocks, list_blocks, sort_blocks
+from .block_lists import (
+    BlockLists,
+    Blocks,
+    evaluate_blocks,
+    list_blocks,
+    restrict_blocks,
+    sort_blocks,
+)
+from .block_mask_checks import (
+    check_block_sizes,
+    check_covered,
+    check_lengths,
+    checked_lengths,
+    checked_matrix,
+    checked_ones_and_zeros,
+    checked_token_mask,
+)
+from .block_mask_files import read_file, write_file
+from .block_mask_flex import read_flex, write_flex
+from .block_picture import draw_svg, draw_text
 
 __all__ = ["BlockLists", "BlockMask"]
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _FORMAT = "flash_kernels.BlockMask 1"
+_SIZES = ("seqlen_q", "seqlen_k", "block_m", "block_n")
 # Restrictions kept on a mask; a training loop with ever new lengths must not grow without bound.
 _MAX_RESTRICTIONS = 32
 
@@ -78,41 +100,18 @@ class BlockMask:
             ValueError: shapes, dtypes, devices or sizes disagree.
         """
         check_block_sizes(block_m, block_n)
-        blocks = _checked_matrix("blocks", blocks, "rows, cols")
-        num_rows, num_cols = blocks.shape[2:]
-        seqlen_q = num_rows * block_m if seqlen_q is None else seqlen_q
-        seqlen_k = num_cols * block_n if seqlen_k is None else seqlen_k
-        check_lengths(seqlen_q, seqlen_k)
-        expected = (-(-seqlen_q // block_m), -(-seqlen_k // block_n))
-        if (num_rows, num_cols) != expected:
-            raise ValueError(
-                f"blocks must have {expected[0]} rows and {expected[1]} columns of {block_m} x "
-                f"{block_n} to cover {seqlen_q} queries and {seqlen_k} keys, got {num_rows} and "
-                f"{num_cols}: change seqlen_q, seqlen_k or the block size"
-            )
+        blocks = checked_matrix("blocks", blocks, "rows, cols")
+        lengths = checked_lengths(blocks, (seqlen_q, seqlen_k), (block_m, block_n))
         if token_mask is None:
-            return cls._build(blocks, None, None, (seqlen_q, seqlen_k), (block_m, block_n))
-
-        token_mask = _checked_matrix("token_mask", token_mask, "seqlen_q, seqlen_k")
-        if token_mask.shape[2:] != (seqlen_q, seqlen_k):
-            raise ValueError(
-                f"token_mask must end in (seqlen_q, seqlen_k) = {(seqlen_q, seqlen_k)}, "
-                f"got shape {tuple(token_mask.shape)}"
-            )
-        if token_mask.device != blocks.device:
-            raise ValueError(
-                f"token_mask must be on {blocks.device} like blocks, got {token_mask.device}"
-            )
-        for name, a, b in zip(("batch", "nheads"), blocks.shape, token_mask.shape, strict=False):
-            if a != b and 1 not in (a, b):
-                raise ValueError(f"blocks and token_mask must have the same {name}, got {a}, {b}")
+            return cls.from_candidates(blocks, None, None, lengths, (block_m, block_n))
+        token_mask = checked_token_mask(token_mask, blocks, lengths)
         shape = torch.broadcast_shapes(blocks.shape[:2], token_mask.shape[:2])
         tokens = token_mask.expand(*shape, -1, -1)
-        return cls._build(
+        return cls.from_candidates(
             blocks.expand(*shape, -1, -1),
             lambda b, h, q_idx, k_idx: tokens[b, h, q_idx, k_idx],
             None,
-            (seqlen_q, seqlen_k),
+            lengths,
             (block_m, block_n),
         )
 
@@ -150,7 +149,22 @@ class BlockMask:
                 raise ValueError(f"{name} must be at least 1, None for one mask, got {size}")
         shape = (batch or 1, nheads or 1, -(-seqlen_q // block_m), -(-seqlen_k // block_n))
         blocks = torch.ones((), dtype=torch.bool, device=device).expand(shape)
-        return cls._build(blocks, fn, None, (seqlen_q, seqlen_k), (block_m, block_n))
+        return cls.from_candidates(blocks, fn, None, (seqlen_q, seqlen_k), (block_m, block_n))
+
+    @classmethod
+    def from_flex(cls, flex_mask) -> "BlockMask":
+        """From torch.nn.attention.flex_attention.BlockMask.
+
+        Its mask_mod is called once, on the tokens of its partial blocks, with index tensors as in
+        from_function. Partial blocks that turn out full or hidden are stored as such.
+
+        Raises:
+            ValueError: its block size is not one of ours, or its mask_mod does not broadcast.
+        """
+        visible, is_full, fn, lengths, block_sizes = read_flex(flex_mask)
+        check_block_sizes(*block_sizes)
+        check_lengths(*lengths)
+        return cls.from_candidates(visible, fn, is_full, lengths, block_sizes)
 
     @classmethod
     def from_paper(cls, blocks: Tensor) -> "BlockMask":
@@ -158,17 +172,11 @@ class BlockMask:
 
         blocks: bool or integers of 0 and 1, (seqlen / 16, seqlen / 256), one for all heads.
         """
-        if blocks.dtype != torch.bool:
-            if blocks.is_floating_point() or not bool(((blocks == 0) | (blocks == 1)).all()):
-                raise ValueError(
-                    f"blocks must be bool or integers of 0 and 1, got {blocks.dtype}: compare with "
-                    "blocks != 0"
-                )
-            blocks = blocks != 0
+        blocks = checked_ones_and_zeros(blocks)
         return cls.from_dense(blocks, 16, 256)
 
     @classmethod
-    def _build(
+    def from_candidates(
         cls,
         visible: Tensor,
         fn: MaskFunction | None,
@@ -176,9 +184,13 @@ class BlockMask:
         lengths: tuple[int, int],
         block_sizes: tuple[int, int],
     ) -> "BlockMask":
-        """From visible blocks, bool (mask_batch, mask_heads, rows, cols), that fn refines.
+        """From blocks that may be visible, of which fn decides the tokens; all checked already.
 
-        fn is not asked about the blocks of is_full, of the same shape; without fn all are full.
+        Args:
+            visible: bool (mask_batch, mask_heads, rows, cols).
+            fn: as in from_function; None keeps every block, full.
+            is_full: bool of that shape, blocks that fn is not asked about; None asks about all.
+            lengths: (seqlen_q, seqlen_k). block_sizes: (block_m, block_n).
         """
         mask_batch, mask_heads, num_rows, num_cols = visible.shape
         b, h, rows, cols = visible.nonzero().unbind(-1)
@@ -254,8 +266,8 @@ class BlockMask:
                 of its last block, tokens are visible in full blocks, hidden in token masks.
             per_row_tails: whether the end of the queries makes the last block row partial. Without,
                 only the end of the keys does, for kernels that mask rows when they store.
-            mask_all: every block is partial: for lengths that differ per sequence. causal and
-                window then belong to the kernel alone, as their alignment differs too.
+            mask_all: every block is partial: for lengths that differ per sequence. Unless seqlen_k
+                - seqlen_q is the same for all of them, leave causal and window to the kernel.
 
         Raises:
             ValueError: the mask does not cover the lengths, or the window is negative.
@@ -266,54 +278,27 @@ class BlockMask:
             raise ValueError(f"window must hold numbers of keys or None, got {window}")
         seqlen_q = self.seqlen_q if seqlen_q is None else seqlen_q
         seqlen_k = self.seqlen_k if seqlen_k is None else seqlen_k
-        for name, length, covered in (
-            ("seqlen_q", seqlen_q, self.num_rows * self.block_m),
-            ("seqlen_k", seqlen_k, self.num_cols * self.block_n),
-        ):
-            if not 0 <= length <= covered:
-                raise ValueError(
-                    f"{name} must be at most {covered}, which the blocks of the mask cover, "
-                    f"got {length}: build the mask for the longest sequence"
-                )
+        check_covered("seqlen_q", seqlen_q, self.num_rows * self.block_m)
+        check_covered("seqlen_k", seqlen_k, self.num_cols * self.block_n)
         key = (left, right, seqlen_q, seqlen_k, per_row_tails, mask_all)
         if key not in self._restrictions:
             if len(self._restrictions) >= _MAX_RESTRICTIONS:
                 del self._restrictions[next(iter(self._restrictions))]
-            self._restrictions[key] = self._restrict(*key)
+            blocks = restrict_blocks(
+                list_blocks(self.rows),
+                (self.block_m, self.block_n),
+                (seqlen_q, seqlen_k),
+                (left, right),
+                per_row_tails,
+            )
+            if mask_all:
+                blocks = blocks._replace(is_full=torch.zeros_like(blocks.is_full))
+            self._restrictions[key] = self._with(blocks, seqlen_q, seqlen_k)
         return self._restrictions[key]
 
-    def _restrict(
-        self,
-        left: int | None,
-        right: int | None,
-        seqlen_q: int,
-        seqlen_k: int,
-        per_row_tails: bool,
-        mask_all: bool,
-    ) -> "BlockMask":
-        blocks = list_blocks(self.rows)
-        first_q, first_k = blocks.rows * self.block_m, blocks.cols * self.block_n
-        last_q = (first_q + self.block_m).clamp(max=seqlen_q) - 1
-        last_k = (first_k + self.block_n).clamp(max=seqlen_k) - 1
-        keep = (first_q < seqlen_q) & (first_k < seqlen_k)
-        is_whole = last_k - first_k == self.block_n - 1
-        if per_row_tails:
-            is_whole &= last_q - first_q == self.block_m - 1
-        # Distances of keys from their query's diagonal; a block has all between these two.
-        lowest = first_k - last_q - (seqlen_k - seqlen_q)
-        highest = last_k - first_q - (seqlen_k - seqlen_q)
-        if right is not None:
-            keep &= lowest <= right
-            is_whole &= highest <= right
-        if left is not None:
-            keep &= highest >= -left
-            is_whole &= lowest >= -left
-        is_full = torch.zeros_like(is_whole) if mask_all else blocks.is_full & is_whole
+    def _with(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> "BlockMask":
         num_rows, num_cols = -(-seqlen_q // self.block_m), -(-seqlen_k // self.block_n)
-        lists = sort_blocks(
-            blocks._replace(is_full=is_full).select(keep),
-            self.mask_batch, self.mask_heads, num_rows, num_cols,
-        )  # fmt: skip
+        lists = sort_blocks(blocks, self.mask_batch, self.mask_heads, num_rows, num_cols)
         return BlockMask(seqlen_q, seqlen_k, self.block_m, self.block_n, *lists, self.token_masks)
 
     def to_dense(self) -> Tensor:
@@ -325,11 +310,14 @@ class BlockMask:
         index in token_masks.
         """
         blocks = list_blocks(self.rows)
+        return self._scatter(blocks, blocks.patterns + 2)
+
+    def _scatter(self, blocks: Blocks, values: Tensor) -> Tensor:
         shape = (self.mask_batch, self.mask_heads, self.num_rows, self.num_cols)
-        patterns = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        heads = patterns.view(-1, self.num_rows, self.num_cols)
-        heads[blocks.heads, blocks.rows, blocks.cols] = blocks.patterns + 2
-        return patterns
+        matrix = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        heads = matrix.view(shape[0] * shape[1], *shape[2:])
+        heads[blocks.heads, blocks.rows, blocks.cols] = values
+        return matrix
 
     def to_token_mask(self) -> Tensor:
         """bool (mask_batch, mask_heads, seqlen_q, seqlen_k), for tests and small sizes: memory is
@@ -346,10 +334,64 @@ class BlockMask:
         ends[1] = True
         return torch.cat([ends, self.token_masks])
 
+    def kinds(self) -> Tensor:
+        """int32 (mask_batch, mask_heads, rows, cols): 0 hidden, 1 partial, 2 full."""
+        blocks = list_blocks(self.rows)
+        return self._scatter(blocks, 1 + blocks.is_full.int())
+
+    def to_flex(self):
+        """torch.nn.attention.flex_attention.BlockMask with the same tokens visible.
+
+        Its mask_mod looks up token_masks, so it works compiled and eager and for any mask; memory
+        is FlexAttention's, quadratic in the number of block rows. Blocks cut by the end of the
+        sequence are partial, as create_block_mask has them. Flex wants block sizes that are
+        multiples of its kernels' tiles.
+        """
+        kinds = self.restricted().kinds()
+        return write_flex(
+            kinds == 1,
+            kinds == 2,
+            self.to_patterns(),
+            self.pattern_masks(),
+            (self.seqlen_q, self.seqlen_k),
+        )
+
+    def plot(self, path: str | os.PathLike | None = None) -> str:
+        """The blocks as an SVG picture, its text returned and, with a path, written there.
+
+        One panel for each batch entry and head, at most 12; browsers and notebooks show it.
+        """
+        svg = draw_svg(
+            self.kinds(), f"{self.seqlen_q} x {self.seqlen_k}, density {self.density:.4g}"
+        )
+        if path is not None:
+            Path(path).write_text(svg, encoding="utf-8")
+        return svg
+
+    def _repr_svg_(self) -> str:
+        return self.plot()
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write a file for load. A crash leaves the old file or the new one, never half of one."""
+        state = {"format": _FORMAT, "token_masks": self.token_masks, **self.rows._asdict()}
+        state |= {name: getattr(self, name) for name in _SIZES}
+        write_file(Path(path), state)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> "BlockMask":
+        """Read a file that save wrote, onto a device. Only tensors and numbers are unpickled.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
+        state = read_file(path, device, _FORMAT)
+        rows = BlockLists(*(state[name] for name in BlockLists._fields))
+        mask = cls(*(state[name] for name in _SIZES), rows, rows, state["token_masks"])
+        return mask._with(list_blocks(rows), mask.seqlen_q, mask.seqlen_k)
+
     def to(self, device: torch.device | str) -> "BlockMask":
         """The mask on a device, itself if it is there already."""
-        device = torch.device(device)
-        if device == self.device:
+        if self.rows.indices.to(device) is self.rows.indices:
             return self
         rows, cols = (
             BlockLists(*(t.to(device) for t in lists)) for lists in (self.rows, self.cols)
@@ -369,29 +411,6 @@ class BlockMask:
             f"density={self.density:.4g}, device={self.device})"
         )
 
-
-def check_block_sizes(block_m: int, block_n: int) -> None:
-    for name, size in (("block_m", block_m), ("block_n", block_n)):
-        if not 16 <= size <= 256 or size % 16 != 0:
-            raise ValueError(
-                f"{name} must be a multiple of 16 from 16 to 256, got {size}: "
-                "choose another block size"
-            )
-
-
-def check_lengths(seqlen_q: int, seqlen_k: int) -> None:
-    for name, length in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
-        if length < 1:
-            raise ValueError(f"{name} must be at least 1, got {length}")
-
-
-def _checked_matrix(name: str, matrix: Tensor, dims: str) -> Tensor:
-    """bool, with batch and heads in front."""
-    if matrix.dtype != torch.bool:
-        raise ValueError(f"{name} must be bool, got {matrix.dtype}: compare, as in {name} != 0")
-    if matrix.dim() not in (2, 4) or matrix.numel() == 0:
-        raise ValueError(
-            f"{name} must be ({dims}) or (1 or batch, 1 or nheads, {dims}) and not empty, "
-            f"got shape {tuple(matrix.shape)}"
-        )
-    return matrix if matrix.dim() == 4 else matrix[None, None]
+    def __str__(self) -> str:
+        """__repr__ and a sketch of the first mask: · hidden, █ full, shades between."""
+        return f"{self!r}\n{draw_text(self.kinds()[0, 0])}"

@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from .block_mask import BlockMask
+
 _PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _LOW = 0xFFFFFFFF
@@ -128,8 +130,12 @@ def _attention(
     dropout_p: float,
     dropout_seed: int | Tensor | None,
     first_sequence: int = 0,
+    keep_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a dense batch."""
+    """(out, lse) of a dense batch.
+
+    keep_mask: bool (1 or batch, 1 or nheads, seqlen_q, seqlen_k), True = attend.
+    """
     batch, seqlen_q, nheads, headdim = q.shape
     seqlen_k, nheads_k = k.shape[1], k.shape[2]
     if softmax_scale is None:
@@ -139,10 +145,12 @@ def _attention(
     if lengths_k is not None:
         cols = torch.arange(seqlen_k, device=q.device)
         visible = visible & (cols < lengths_k[:, None])[:, None, None, :]
+    if keep_mask is not None:
+        visible = visible & keep_mask
     # Keys that no query sees must not reach a product: 0 * inf is not 0.
-    is_used = visible.any(2)[:, 0, :, None, None]
-    k = torch.where(is_used, k, 0.0).repeat_interleave(nheads // nheads_k, 2)
-    v = torch.where(is_used, v, 0.0).repeat_interleave(nheads // nheads_k, 2)
+    is_used = visible.any(2).transpose(1, 2)[..., None]
+    k = torch.where(is_used, k.repeat_interleave(nheads // nheads_k, 2), 0.0)
+    v = torch.where(is_used, v.repeat_interleave(nheads // nheads_k, 2), 0.0)
 
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * softmax_scale
     if softcap > 0.0:
@@ -253,6 +261,57 @@ def flash_attention_varlen(
         outs.append(out[0])
         lses.append(lse[0])
     out, lse = torch.cat(outs), torch.cat(lses, 1)
+    return (out, lse) if return_lse else out
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: BlockMask,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    lengths_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention with the hidden tokens of block_mask at -inf, beside the options of
+    flash_attention: the paper's section 3.3 with the whole score matrix.
+
+    block_mask: BlockMask for at least these lengths, whose mask_batch and mask_heads are 1 or the
+    batch size and the number of query heads. A row that sees nothing is zero, its lse -inf.
+    """
+    batch, seqlen_q, nheads, _ = q.shape
+    for name, got, expected in (
+        ("mask_batch", block_mask.mask_batch, batch),
+        ("mask_heads", block_mask.mask_heads, nheads),
+    ):
+        if got not in (1, expected):
+            raise ValueError(
+                f"{name} of block_mask must be 1 or {expected}, got {got}: build it for this shape"
+            )
+    keep_mask = block_mask.restricted(seqlen_q=seqlen_q, seqlen_k=k.shape[1]).to_token_mask()
+    out, lse = _attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        lengths_k=lengths_k,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        keep_mask=keep_mask.to(q.device),
+    )
     return (out, lse) if return_lse else out
 
 
