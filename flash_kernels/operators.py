@@ -84,7 +84,7 @@ def _problem(
 def _forward(q, k, v, *options) -> tuple[Tensor, Tensor]:
     *options, kernel = options
     problem = _problem(q, k, v, *options)
-    if choose_family(problem, kernel) == "portable":
+    if choose_family(problem, kernel, "forward") == "portable":
         return portable_forward(problem)
     # Only here: Gluon is not there on every machine.
     from .hopper.launch import attention_forward as hopper_forward
@@ -95,7 +95,7 @@ def _forward(q, k, v, *options) -> tuple[Tensor, Tensor]:
 def _backward(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor]:
     *options, kernel = options
     problem = _problem(q, k, v, *options)
-    if choose_family(problem, kernel) == "portable":
+    if choose_family(problem, kernel, "backward") == "portable":
         return portable_backward(problem, dout, dlse, out, lse)
     from .hopper.launch import attention_backward as hopper_backward
 

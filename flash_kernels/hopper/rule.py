@@ -3,12 +3,15 @@
     kernel="portable"  the Triton kernels of portable/, which serve every call on every GPU.
     kernel="hopper"    the Gluon kernels of this folder; NotImplementedError, with the reason, where
                        they do not serve the call.
-    kernel=None        hopper where IS_AUTOMATIC is set and it serves the call, else portable.
+    kernel=None        hopper where it serves the call and was measured to be the faster one
+                       (is_faster), else portable.
 
 Hopper serves: a GPU of compute capability 9.0, a release of Triton in versions.py, float16 or
 bfloat16, headdim a multiple of 8 up to 128, dense batches, causal or full attention, dropout,
 grouped heads, and q, k and v that TMA can read (16-byte aligned, with strides that are multiples of
-16 bytes). Forward and backward decide each by itself: both families share one contract.
+16 bytes). Forward and backward decide each by itself: both families share one contract. The
+backward of hopper adds up dq in any order, so that its last bits vary; deterministic=True and
+torch.use_deterministic_algorithms take the portable one.
 """
 
 import functools
@@ -21,18 +24,24 @@ from torch import Tensor
 from ..portable.launch import Problem
 from .versions import is_served
 
-# Set to True to let kernel=None choose these kernels.
-IS_AUTOMATIC = False
 MAX_HEADDIM = 128
 
 
-def choose_family(problem: Problem, kernel: str | None) -> str:
+def choose_family(problem: Problem, kernel: str | None, direction: str) -> str:
     """The family of a call, "portable" or "hopper"; attention.py checked the argument `kernel`.
+
+    direction: "forward" or "backward".
 
     Raises:
         NotImplementedError: kernel="hopper", which does not serve the call; says why.
     """
-    if kernel == "portable" or (kernel is None and not IS_AUTOMATIC):
+    if kernel == "portable":
+        return "portable"
+    if kernel is None and (
+        direction == "backward" and torch.are_deterministic_algorithms_enabled()
+    ):
+        return "portable"
+    if kernel is None and not is_faster(problem, direction):
         return "portable"
     reason = reason_not_served(problem)
     if reason is None:
@@ -42,6 +51,22 @@ def choose_family(problem: Problem, kernel: str | None) -> str:
     raise NotImplementedError(
         f'kernel="hopper" {reason}: pass kernel="portable" or None to take the portable kernels'
     )
+
+
+def is_faster(problem: Problem, direction: str) -> bool:
+    """Whether hopper was the faster family on an H200 (python -m scripts.benchmark_attention).
+
+    At headdim 128 always. At 64 the portable kernels are ahead with dropout, but for the backward
+    of full attention, and in short rows: causal ones have half the work to hide the start of the
+    pipeline behind.
+    """
+    p = problem
+    if p.headdim > 64:
+        return True
+    if p.dropout_p > 0.0:
+        return direction == "backward" and not p.has_right
+    shortest = 8192 if p.has_right and direction == "forward" else 2048
+    return p.seqlen_k >= shortest
 
 
 def reason_not_served(problem: Problem) -> str | None:

@@ -31,12 +31,12 @@ def problem(headdim=64, dtype=torch.bfloat16, seqlen_k=24, **options) -> Problem
     ],
 )
 def test_served(options, monkeypatch):
-    assert rule.choose_family(problem(**options), "hopper") == "hopper"
-    assert rule.choose_family(problem(**options), "portable") == "portable"
-    monkeypatch.setattr(rule, "IS_AUTOMATIC", True)
-    assert rule.choose_family(problem(**options), None) == "hopper"
-    monkeypatch.setattr(rule, "IS_AUTOMATIC", False)
-    assert rule.choose_family(problem(**options), None) == "portable"
+    assert rule.choose_family(problem(**options), "hopper", "forward") == "hopper"
+    assert rule.choose_family(problem(**options), "portable", "forward") == "portable"
+    monkeypatch.setattr(rule, "is_faster", lambda problem, direction: True)
+    assert rule.choose_family(problem(**options), None, "forward") == "hopper"
+    monkeypatch.setattr(rule, "is_faster", lambda problem, direction: False)
+    assert rule.choose_family(problem(**options), None, "forward") == "portable"
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_served(options, monkeypatch):
 )
 def test_not_served(options, words, monkeypatch):
     with pytest.raises(NotImplementedError, match=words + '.*pass kernel="portable" or None'):
-        rule.choose_family(problem(**options), "hopper")
-    monkeypatch.setattr(rule, "IS_AUTOMATIC", True)
-    assert rule.choose_family(problem(**options), None) == "portable"
+        rule.choose_family(problem(**options), "hopper", "forward")
+    monkeypatch.setattr(rule, "is_faster", lambda problem, direction: True)
+    assert rule.choose_family(problem(**options), None, "forward") == "portable"
 
 
 def test_strides():
@@ -74,15 +74,42 @@ def test_strides():
 
 def test_unknown_triton_warns_once_and_takes_the_portable_kernels(monkeypatch):
     monkeypatch.setattr(rule, "is_served", lambda version: False)
-    monkeypatch.setattr(rule, "IS_AUTOMATIC", True)
+    monkeypatch.setattr(rule, "is_faster", lambda problem, direction: True)
     rule._has_gluon.cache_clear()
     try:
         with pytest.warns(UserWarning, match="know Triton 3.6 to 3.9"):
-            assert rule.choose_family(problem(), None) == "portable"
+            assert rule.choose_family(problem(), None, "forward") == "portable"
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert rule.choose_family(problem(), None) == "portable"
+            assert rule.choose_family(problem(), None, "forward") == "portable"
         with pytest.raises(NotImplementedError, match="does not know Triton"):
-            rule.choose_family(problem(), "hopper")
+            rule.choose_family(problem(), "hopper", "forward")
     finally:
         rule._has_gluon.cache_clear()
+
+
+def test_deterministic_algorithms_take_the_portable_backward():
+    call = problem(headdim=128)
+    assert rule.choose_family(call, None, "backward") == "hopper"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert rule.choose_family(call, None, "backward") == "portable"
+        assert rule.choose_family(call, None, "forward") == "hopper"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_short_rows_and_dropout_at_headdim_64_take_the_portable_forward():
+    seed = torch.zeros(1, dtype=torch.int64)
+    for options, forward, backward in (
+        (dict(seqlen_k=1024), "portable", "portable"),
+        (dict(seqlen_k=2048), "hopper", "hopper"),
+        (dict(seqlen_k=2048, window_right=0), "portable", "hopper"),
+        (dict(seqlen_k=8192, window_right=0), "hopper", "hopper"),
+        (dict(seqlen_k=8192, dropout_p=0.1, dropout_seed=seed), "portable", "hopper"),
+        (dict(seqlen_k=8192, window_right=0, dropout_p=0.1, dropout_seed=seed), *["portable"] * 2),
+        (dict(seqlen_k=64, headdim=128), "hopper", "hopper"),
+    ):
+        call = problem(**options)
+        assert rule.choose_family(call, None, "forward") == forward, options
+        assert rule.choose_family(call, None, "backward") == backward, options
