@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from model.block_sparse import BlockSparseAttention
 from model.checkpoint import AtomicCheckpointIO, Checkpoints
 from model.generation import generate
 from model.hf import load_into
@@ -136,8 +137,12 @@ def build(cfg: DictConfig):
             "vocabulary of the tokenizer"
         )
     attention = instantiate(cfg.attention)
-    if getattr(attention, "__module__", "").startswith("flash_kernels.attention") and not on_gpu:
-        raise ValueError("attention=flash needs a GPU; use attention=sdpa or attention=auto here")
+    needs_gpu = isinstance(attention, BlockSparseAttention) or getattr(
+        attention, "__module__", ""
+    ).startswith("flash_kernels.attention")
+    if needs_gpu and not on_gpu:
+        name = describe_attention(attention, on_gpu)
+        raise ValueError(f"attention={name} needs a GPU; use attention=sdpa or attention=auto here")
     say(f"attention: {describe_attention(attention, on_gpu)}")
     torch.set_float32_matmul_precision("high")  # what autocast leaves in fp32 may use TF32
     torch.manual_seed(step_seed(cfg.seed, -1, 0))  # initial weights: the same on every rank

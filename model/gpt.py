@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.attention import Attention, KVCache, auto_attention
+from model.block_sparse import layer_attention
 from model.transformer import Block, Embeddings, init_normal
 
 INIT_STD = 0.02
@@ -92,7 +93,7 @@ class GPT(nn.Module):
                 causal=True,
                 attn_dropout=attn_dropout,
                 resid_dropout=resid_dropout,
-                attention=attention,
+                attention=layer_attention(attention, layer),
                 bias=bias,
                 softmax_scale=default_scale / (layer + 1) if inverse_layer_scale else None,
                 layer=layer,

@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 
 import train
+from model.block_sparse import PATTERNS
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -118,6 +121,8 @@ def test_later_overrides_win():
         (["data.source=missing.txt"], "missing.txt"),
         (["data.source=hf:nobody/nothing"], "no network|cannot be reached|local files"),
         (["attention=flash"], "needs a GPU; use attention=sdpa"),
+        (["attention=block_sparse"], "attention=block_sparse needs a GPU"),
+        (["attention=block_sparse", "+attention.pattern.size=3"], "butterfly got a wrong option"),
         (["model.nheads=3"], "dim .16. must be a multiple of nheads .3."),
         (["task.micro_batch_tokens=384"], "must divide into micro-batches of 3"),
         (["trainer.precision=16-mixed"], "must be auto, bf16-mixed or 32-true"),
@@ -134,3 +139,11 @@ def test_wrong_configuration_says_what_to_do_in_one_line(
         with train.one_line_errors(train.BUILD_ERRORS):
             train.build(small(tmp_path, text, *overrides))
     assert "\n" not in str(stop.value) and str(stop.value).startswith("error: ")
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_pattern_of_block_sparse_attention_composes(pattern):
+    cfg = composed("experiment=gpt2_4k", "attention=block_sparse", f"attention/pattern={pattern}")
+    attention = instantiate(cfg.attention)
+    mask = attention.mask(0, torch.device("cpu"))
+    assert mask.seqlen_q == mask.seqlen_k == 4096 and 0.0 < mask.density < 0.7

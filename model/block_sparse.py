@@ -1,0 +1,91 @@
+"""Attention over the blocks of a named pattern (arXiv 2205.14135, section 3.3), for the trainer.
+
+`attention=block_sparse` chooses it; `attention/pattern=butterfly` (or sliding_window, local_global,
+bigbird, strided, fixed) the pattern. The weights do not know of it: a dense checkpoint fine-tunes
+under a pattern, and back.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+PATTERNS = ("butterfly", "sliding_window", "local_global", "bigbird", "strided", "fixed")
+
+
+class BlockSparseAttention:
+    """A function with flash_kernels.flash_attention's signature, on a GPU.
+
+    Args:
+        pattern: one of PATTERNS under "name", and the options of that builder in
+            flash_kernels.block_patterns: {"name": "butterfly", "block_size": 128}.
+        max_seqlen: tokens that the pattern is laid out for. Shorter inputs take its top left.
+        layers: patterns by layer, repeated over a deeper model; None is `pattern` in all.
+
+    Raises:
+        ValueError: no such pattern, or one that does not know an option.
+    """
+
+    __name__ = "block_sparse"
+
+    def __init__(
+        self,
+        pattern: Mapping[str, Any],
+        max_seqlen: int,
+        layers: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.max_seqlen = max_seqlen
+        self.patterns = [dict(p) for p in (layers or [pattern])]
+        self._masks: dict[tuple[int, torch.device], Any] = {}
+        for index in range(len(self.patterns)):
+            self.mask(index, torch.device("cpu"))  # refuses wrong options before anything heavy
+
+    def for_layer(self, layer: int) -> Callable[..., Tensor]:
+        """The attention function of one layer."""
+        index = layer % len(self.patterns)
+
+        def block_sparse(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+            return self._attend(index, q, k, v, **options)
+
+        return block_sparse
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        return self._attend(0, q, k, v, **options)
+
+    def mask(self, index: int, device: torch.device):
+        """BlockMask of pattern `index` on a device, made once."""
+        if (index, device) not in self._masks:
+            self._masks[index, device] = _build(self.patterns[index], self.max_seqlen, device)
+        return self._masks[index, device]
+
+    def _attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        from flash_kernels import block_sparse_attention
+
+        # The mask counts positions from the first key. Queries of a KV cache are the last ones:
+        # rows before them put them there (wasteful, but a sample is short).
+        missing = k.shape[1] - q.shape[1]
+        if missing > 0:
+            q = F.pad(q, (0, 0, 0, 0, missing, 0))
+        out = block_sparse_attention(q, k, v, self.mask(index, q.device), **options)
+        return out[:, missing:] if missing > 0 else out
+
+
+def _build(pattern: Mapping[str, Any], seqlen: int, device: torch.device):
+    from flash_kernels import block_patterns
+
+    options = dict(pattern)
+    name = options.pop("name", None)
+    if name not in PATTERNS:
+        raise ValueError(f"a pattern's name must be one of {', '.join(PATTERNS)}, got {name!r}")
+    try:
+        return getattr(block_patterns, name)(seqlen, device=device, **options)
+    except TypeError as error:
+        raise ValueError(f"the pattern {name} got a wrong option: {error}") from None
+
+
+def layer_attention(attention: Callable[..., Tensor], layer: int) -> Callable[..., Tensor]:
+    """What layer `layer` calls: attention itself, or its own pattern of it."""
+    for_layer = getattr(attention, "for_layer", None)
+    return attention if for_layer is None else for_layer(layer)
