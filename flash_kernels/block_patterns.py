@@ -219,7 +219,7 @@ def _grid(seqlen: int, block_size: int, device: Device) -> tuple[Tensor, Tensor]
     """Block row (n, 1) and block column (1, n)."""
     check_block_sizes(block_size, block_size)
     check_lengths(seqlen, seqlen)
-    index = torch.arange(-(-seqlen // block_size), device=device)
+    index = torch.arange(-(-seqlen // block_size), dtype=torch.int32, device=device)
     return index[:, None], index[None, :]
 
 
