@@ -8,6 +8,7 @@ from torch import Tensor
 
 # Tokens of a mask function looked at at once: its intermediate results are int64 or larger.
 _CHUNK_TOKENS = 2**23
+_BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class BlockLists(NamedTuple):
@@ -131,10 +132,10 @@ def evaluate_blocks(
     for start in range(0, unknown.rows.shape[0], step):
         chunk = unknown.select(slice(start, start + step))
         visible, is_inside = _tokens(fn, chunk, mask_heads, lengths, block_sizes)
-        is_full = (visible | ~is_inside).flatten(1).all(1)
-        visible = visible & is_inside
+        is_full = visible.flatten(1).all(1)
         is_partial = visible.flatten(1).any(1) & ~is_full
-        words, patterns = _pack(visible[is_partial]).unique(dim=0, return_inverse=True)
+        masks = (visible & is_inside)[is_partial]
+        words, patterns = _pack(masks).unique(dim=0, return_inverse=True)
         chunk = chunk._replace(is_full=is_full)
         chunk.patterns[is_partial] = patterns.int() + num_words
         found.append(chunk.select(is_full | is_partial))
@@ -154,6 +155,7 @@ def _tokens(
 ) -> tuple[Tensor, Tensor]:
     """fn over the tokens of each block, and which of them lie inside the lengths.
 
+    Those outside repeat the last token inside, so that any and all over a block hold as they are.
     bool (num_blocks, block_m, block_n), and a bool that broadcasts to it.
     """
     (seqlen_q, seqlen_k), (block_m, block_n) = lengths, block_sizes
@@ -161,7 +163,7 @@ def _tokens(
     q_idx = blocks.rows[:, None, None] * block_m + torch.arange(block_m, device=device)[:, None]
     k_idx = blocks.cols[:, None, None] * block_n + torch.arange(block_n, device=device)
     heads = blocks.heads[:, None, None]
-    # Clamped, because fn may read tables of the length of the sequence.
+    # fn may read tables as long as the sequence.
     visible = fn(
         heads // mask_heads,
         heads % mask_heads,
@@ -184,12 +186,12 @@ def _tokens(
 
 def _pack(masks: Tensor) -> Tensor:
     """bool (n, block_m, block_n), whose area is a multiple of 64, as bits: int64 (n, words)."""
-    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=masks.device)
+    weights = torch.tensor(_BITS, dtype=torch.uint8, device=masks.device)
     octets = masks.reshape(masks.shape[0], masks.shape[1] * masks.shape[2] // 8, 8)
     return (octets * weights).sum(-1, dtype=torch.uint8).view(torch.int64)
 
 
 def _unpack(words: Tensor, block_m: int, block_n: int) -> Tensor:
-    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=words.device)
+    weights = torch.tensor(_BITS, dtype=torch.uint8, device=words.device)
     octets = words.view(torch.uint8)[:, :, None] & weights
     return (octets != 0).view(words.shape[0], block_m, block_n)

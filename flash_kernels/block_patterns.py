@@ -111,10 +111,9 @@ def bigbird(
     draws = torch.rand(
         nheads or 1, *blocks.shape, generator=torch.Generator().manual_seed(seed)
     ).masked_fill(blocks, -1.0)
-    chosen = draws.topk(min(num_random, blocks.shape[1]), dim=-1)
-    # A row with fewer hidden blocks than draws gets all of them: visible ones have -1.
-    is_random = torch.zeros(draws.shape, dtype=torch.bool)
-    is_random.scatter_(-1, chosen.indices, chosen.values >= 0)
+    # A row with fewer hidden blocks than draws also gets visible ones, which changes nothing.
+    chosen = draws.topk(min(num_random, blocks.shape[1]), dim=-1).indices
+    is_random = torch.zeros(draws.shape, dtype=torch.bool).scatter_(-1, chosen, True)
     return _from_blocks((blocks | is_random)[None], seqlen, block_size, device)
 
 
@@ -220,7 +219,7 @@ def _grid(seqlen: int, block_size: int, device: Device) -> tuple[Tensor, Tensor]
     """Block row (n, 1) and block column (1, n)."""
     check_block_sizes(block_size, block_size)
     check_lengths(seqlen, seqlen)
-    index = torch.arange(-(-seqlen // block_size), device=device)
+    index = torch.arange(-(-seqlen // block_size), dtype=torch.int32, device=device)
     return index[:, None], index[None, :]
 
 
