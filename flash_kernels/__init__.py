@@ -1,5 +1,6 @@
 """FlashAttention in Triton: exact, memory linear in the sequence length, forward and backward."""
 
+from . import block_patterns
 from .attention import flash_attention, flash_attention_varlen
 from .block_mask import BlockMask
 from .block_sparse import block_sparse_attention, block_sparse_attention_varlen
@@ -7,6 +8,7 @@ from .kv_cache import flash_attention_with_kv_cache
 
 __all__ = [
     "BlockMask",
+    "block_patterns",
     "block_sparse_attention",
     "block_sparse_attention_varlen",
     "flash_attention",

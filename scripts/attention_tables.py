@@ -7,10 +7,12 @@ from rich.console import Console
 from rich.table import Table
 
 _NAMES = {
-    "flash_portable": "ours",
+    "flash_portable": "ours, portable",
+    "flash_hopper": "ours, Hopper",
     "sdpa_flash2": "FlashAttention-2 (SDPA)",
     "sdpa_cudnn": "cuDNN (SDPA)",
     "flex": "FlexAttention, compiled",
+    "fa4": "FlashAttention-4",
 }
 
 
@@ -21,18 +23,19 @@ def speed_markdown(record: dict) -> str:
         (r["headdim"], r["causal"], r["seqlen"], r["impl"], r["direction"]): r["tflops"]
         for r in rows
     }
+    names = [name for name in _NAMES if any(key[3] == name for key in cells)]
     lines = [
-        "| forward / backward, TFLOP/s | " + " | ".join(_NAMES.values()) + " |",
-        "| --- |" + " --- |" * len(_NAMES),
+        "| forward / backward, TFLOP/s | " + " | ".join(_NAMES[name] for name in names) + " |",
+        "| --- |" + " --- |" * len(names),
     ]
     for headdim, causal, seqlen in dict.fromkeys(key[:3] for key in cells):
         label = f"headdim {headdim}, {'causal' if causal else 'full'}, {seqlen:,}"
         shown = []
-        for impl in _NAMES:
+        for impl in names:
             numbers = []
             for direction in ("forward", "backward"):
                 values = {
-                    name: cells.get((headdim, causal, seqlen, name, direction)) for name in _NAMES
+                    name: cells.get((headdim, causal, seqlen, name, direction)) for name in names
                 }
                 best = max(value or 0.0 for value in values.values())
                 value = values[impl]

@@ -12,10 +12,11 @@ seqlen^2 * headdim, half of it causal, backward 2.5 times.
 import argparse
 import dataclasses
 import datetime
+import importlib.util
+import itertools
 import json
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,11 +31,10 @@ from flash_kernels import flash_attention, flash_attention_varlen
 from model.run import environment
 from scripts.arguments import command_line
 from scripts.attention_tables import plot, render
+from scripts.timing import DIRECTIONS, host_us, time_in_turns
 
+OURS = ("flash_portable", "flash_hopper")
 SUITES = ("speed", "dropout", "packed", "paper", "host")
-_MEASURED_MS = 150.0  # time spent on one cell
-_SHORT_MS = 2.0  # calls below this could wait for the host
-_HOLD_CYCLES = 6_000_000  # about 3 ms on an H200: longer than the host needs to queue a turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Case:
 
 def cases_of(suite: str, quick: bool) -> list[tuple[Case, list[str]]]:
     """Cases and the implementations that each runs."""
-    seqlens = (1024, 4096) if quick else (1024, 2048, 4096, 16384)
+    seqlens = (1024, 4096) if quick else (1024, 2048, 4096, 8192, 16384)
     shapes = ((32, 64), (16, 128))
     grid = [
         Case(16384 // seqlen, nheads, headdim, seqlen, causal)
@@ -66,13 +66,11 @@ def cases_of(suite: str, quick: bool) -> list[tuple[Case, list[str]]]:
     ]
     if suite == "speed":
         rivals = ["sdpa_flash2", "sdpa_cudnn", "flex"]
-        return [
-            (case, ["flash_portable", *rivals] + ["sdpa_math"] * (case.seqlen <= 4096))
-            for case in grid
-        ]
+        rivals += ["fa4"] * (importlib.util.find_spec("flash_attn") is not None)
+        return [(case, [*OURS, *rivals] + ["sdpa_math"] * (case.seqlen <= 4096)) for case in grid]
     if suite == "dropout":
         return [
-            (dataclasses.replace(case, dropout_p=dropout_p), ["flash_portable", "sdpa_flash2"])
+            (dataclasses.replace(case, dropout_p=dropout_p), [*OURS, "sdpa_flash2"])
             for case in grid
             for dropout_p in (0.0, 0.1)
         ]
@@ -107,8 +105,9 @@ def make_forward(
         leaves = [t.flatten(0, 1) for t in leaves]
     leaves = [t.requires_grad_() for t in leaves]
     q, k, v = leaves
-    if impl == "flash_portable":
-        options = dict(causal=case.causal, dropout_p=case.dropout_p, kernel="portable")
+    if impl in OURS:
+        kernel = impl.removeprefix("flash_")
+        options = dict(causal=case.causal, dropout_p=case.dropout_p, kernel=kernel)
         if case.packed:
             steps = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda") * case.seqlen
             options.update(cu_seqlens_q=steps, cu_seqlens_k=steps)
@@ -119,6 +118,10 @@ def make_forward(
                 case.seqlen - 20, case.seqlen + 1, (case.batch,), generator=generator, device="cuda"
             )
         return (lambda: flash_attention(q, k, v, **options)), leaves
+    if impl == "fa4":
+        from flash_attn.cute import flash_attn_func
+
+        return (lambda: flash_attn_func(q, k, v, causal=case.causal)[0]), leaves
     heads_first = [t.transpose(1, 2) for t in leaves]
     if impl == "flex":
         block_mask = None
@@ -152,88 +155,31 @@ def _compiled_flex():
     return _flex
 
 
-class Contender:
-    """One implementation on one case: two sets of inputs, and what to run in each direction."""
-
-    def __init__(self, impl: str, case: Case):
-        self.impl = impl
-        self.sets = []
-        for seed in range(2):
-            function, leaves = make_forward(impl, case, seed)
-            out = function()
-            self.sets.append((function, leaves, out, torch.randn_like(out)))
-
-    def run(self, direction: str, turn: int) -> None:
-        function, leaves, out, dout = self.sets[turn % 2]
-        if direction == "forward":
-            function()
-        else:
-            torch.autograd.grad(out, leaves, dout, retain_graph=True)
-
-
 def measure(case: Case, implementations: list[str]) -> list[dict]:
     """Rows of the record: one per implementation and direction; ms is None where it cannot run."""
-    contenders, failures = [], {}
-    for impl in implementations:
-        try:
-            contender = Contender(impl, case)
-            for direction in ("forward", "backward"):
-                contender.run(direction, 0)
-            contenders.append(contender)
-        except (RuntimeError, torch.OutOfMemoryError) as error:
-            failures[impl] = str(error).splitlines()[0][:120]
+    makers = {impl: partial(make_forward, impl, case) for impl in implementations}
+    times, failures = time_in_turns(makers)
     rows = []
-    for direction in ("forward", "backward"):
-        times = {c.impl: [] for c in contenders}
-        repeats, short = 8, True
-        for turn in range(1000):
-            if turn == 5 and contenders:  # after a few turns: as many as fit the time
-                torch.cuda.synchronize()
-                slowest = max(a.elapsed_time(b) for a, b in times[contenders[0].impl])
-                repeats = int(min(100, max(8, _MEASURED_MS / max(slowest, 1e-3))))
-                short = slowest < _SHORT_MS
-            if turn >= repeats or not contenders:
-                break
-            if short:
-                torch.cuda._sleep(_HOLD_CYCLES)
-            for contender in contenders:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                contender.run(direction, turn)
-                end.record()
-                times[contender.impl].append((start, end))
-        torch.cuda.synchronize()
-        for impl in implementations:
-            ms = None
-            if impl in times:
-                ms = statistics.median(a.elapsed_time(b) for a, b in times[impl][2:])
-            rows.append(
-                dict(
-                    impl=impl, **dataclasses.asdict(case), nheads_k=case.nheads,
-                    direction=direction, ms=ms,
-                    tflops=None if ms is None else case.flops(direction) / ms / 1e9,
-                    failure=failures.get(impl),
-                )
-            )  # fmt: skip
+    for direction, impl in itertools.product(DIRECTIONS, implementations):
+        ms = times.get((impl, direction))
+        rows.append(
+            dict(
+                impl=impl, **dataclasses.asdict(case), nheads_k=case.nheads, direction=direction,
+                ms=ms, tflops=None if ms is None else case.flops(direction) / ms / 1e9,
+                failure=failures.get(impl),
+            )
+        )  # fmt: skip
     return rows
 
 
-def host_us(impl: str, calls: int = 300) -> list[dict]:
-    """Microseconds that one eager call keeps the host, of an input that the GPU hardly notices."""
+def measure_host(impl: str) -> list[dict]:
+    """Rows of the suite host: of an input that the GPU hardly notices."""
     case = Case(1, 8, 64, 128, True)
-    contender = Contender(impl, case)
-    rows = []
-    for direction in ("forward", "backward"):
-        for turn in range(20):
-            contender.run(direction, turn)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for turn in range(calls):
-            contender.run(direction, turn)
-        us = (time.perf_counter() - start) / calls * 1e6
-        torch.cuda.synchronize()
-        rows.append(dict(impl=impl, **dataclasses.asdict(case), direction=direction, host_us=us))
-    return rows
+    found = host_us(partial(make_forward, impl, case))
+    return [
+        dict(impl=impl, **dataclasses.asdict(case), direction=direction, host_us=us)
+        for direction, us in found.items()
+    ]
 
 
 def peak_gib(case: Case, impl: str) -> float | None:
@@ -278,8 +224,8 @@ def main() -> None:
     kernels = [suite for suite in args.suites if suite != "host"]
     jobs = [(suite, *job) for suite in kernels for job in cases_of(suite, args.quick)]
     if "host" in args.suites:
-        for impl in ("flash_portable", "sdpa_flash2", "flex"):
-            rows += [dict(row, suite="host") for row in host_us(impl)]
+        for impl in ("flash_portable", "flash_hopper", "sdpa_flash2", "flex"):
+            rows += [dict(row, suite="host") for row in measure_host(impl)]
     for suite, case, implementations in track(jobs, "attention"):
         measured = measure(case, implementations)
         if suite == "paper" and not case.dropout_p:

@@ -1,0 +1,144 @@
+"""Block-sparse attention against the density of its mask: python -m
+scripts.benchmark_block_sparse --help
+
+Masks of 128 x 128 blocks, one for all heads: random ones with the same number of blocks in every
+row, and the butterfly (Pixelfly, the paper's pattern). Beside ours on the same mask: FlexAttention,
+compiled, and dense attention (ours). "x proportional" is time / (density * dense time): 1 is speed
+in proportion to the work.
+"""
+
+import argparse
+import datetime
+import json
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch._dynamo
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch.nn.attention.flex_attention import flex_attention
+
+from flash_kernels import BlockMask, block_patterns, block_sparse_attention, flash_attention
+from model.run import environment
+from scripts.arguments import command_line
+from scripts.timing import DIRECTIONS, time_in_turns
+
+BLOCK = 128
+SHAPES = ((32, 64), (16, 128))  # heads, headdim
+_flex = None
+
+
+def random_mask(seqlen: int, density: float, seed: int = 0) -> BlockMask:
+    """round(density * blocks) random blocks in each row."""
+    num_blocks = seqlen // BLOCK
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(num_blocks, num_blocks, generator=generator).argsort(-1)
+    blocks = order < round(density * num_blocks)
+    return BlockMask.from_dense(blocks.cuda(), BLOCK, BLOCK)
+
+
+def masks_of(seqlen: int) -> list[tuple[str, BlockMask]]:
+    """(name, mask): densities that leave a block a row, and the butterfly."""
+    densities = [2.0**-i for i in range(1, 7)]
+    masks = [
+        ("random", random_mask(seqlen, density))
+        for density in densities
+        if density * seqlen >= BLOCK
+    ]
+    return [*masks, ("butterfly", block_patterns.butterfly(seqlen, device="cuda"))]
+
+
+def make(impl: str, mask: BlockMask, batch: int, nheads: int, headdim: int, seqlen: int, seed: int):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shape = (batch, seqlen, nheads, headdim)
+    q, k, v = leaves = [
+        torch.randn(shape, generator=generator, device="cuda").bfloat16().requires_grad_()
+        for _ in range(3)
+    ]
+    if impl == "dense":
+        return (lambda: flash_attention(q, k, v)), leaves
+    if impl == "dense_portable":
+        return (lambda: flash_attention(q, k, v, kernel="portable")), leaves
+    if impl == "block_sparse":
+        return (lambda: block_sparse_attention(q, k, v, mask)), leaves
+    global _flex
+    if _flex is None:
+        _flex = torch.compile(flex_attention, dynamic=False)
+    flex_mask, heads_first = mask.to_flex(), [t.transpose(1, 2) for t in leaves]
+    return (lambda: _flex(*heads_first, block_mask=flex_mask)), leaves
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--seqlens", type=int, nargs="+", default=[4096, 16384, 65536])
+    parser.add_argument("--tokens", type=int, default=16384, help="batch x seqlen, at least")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmark_block_sparse.json"))
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmark_block_sparse needs a GPU, none is visible")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    torch._dynamo.config.recompile_limit = 64  # FlexAttention compiles once a shape
+    rows = []
+    cases = [
+        (nheads, headdim, seqlen, name, mask)
+        for seqlen in args.seqlens
+        for name, mask in masks_of(seqlen)
+        for nheads, headdim in SHAPES
+    ]
+    implementations = ["dense", "dense_portable", "block_sparse", "flex"]
+    for nheads, headdim, seqlen, name, mask in track(cases, "block-sparse attention"):
+        batch = max(1, args.tokens // seqlen)
+        makers = {
+            i: partial(make, i, mask, batch, nheads, headdim, seqlen) for i in implementations
+        }
+        times, failures = time_in_turns(makers)
+        for direction in DIRECTIONS:
+            dense = times.get(("dense", direction))
+            for impl in implementations:
+                ms, density = times.get((impl, direction)), mask.density
+                density = 1.0 if impl.startswith("dense") else density
+                rows.append(
+                    dict(
+                        impl=impl, batch=batch, nheads=nheads, nheads_k=nheads, headdim=headdim,
+                        seqlen=seqlen, causal=False, dropout_p=0.0, dtype="bfloat16",
+                        direction=direction, pattern=name, density=density, ms=ms,
+                        times_proportional=ms / (density * dense) if ms and dense else None,
+                        failure=failures.get(impl),
+                    )
+                )  # fmt: skip
+        record = dict(
+            name="benchmark_block_sparse",
+            command=command_line("scripts.benchmark_block_sparse", omit="--output"),
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **environment(),
+            settings=dict(block=BLOCK, seqlens=args.seqlens, tokens=args.tokens),
+            rows=rows,
+        )
+        args.output.write_text(json.dumps(record, indent=1))  # what is measured is kept
+    render(record, Console(width=150))
+    print(f"record {args.output}")
+
+
+def render(record: dict, console: Console) -> None:
+    """x proportional of ours and FlexAttention, and the speedup over dense attention."""
+    table = Table(
+        "mask", "density", "ours", "FlexAttention", "dense / ours", title="x proportional"
+    )
+    cells: dict[tuple, dict] = {}
+    for row in record["rows"]:
+        if row["impl"] in ("block_sparse", "flex"):
+            label = f"D{row['headdim']} {row['seqlen']} {row['pattern']} {row['direction']}"
+            cells.setdefault((label, row["density"]), {})[row["impl"]] = row["times_proportional"]
+    for (label, density), found in cells.items():
+        ours, flex = found.get("block_sparse"), found.get("flex")
+        numbers = (density, ours, flex, ours and 1.0 / (ours * density))
+        table.add_row(label, *("-" if n is None else f"{n:.3g}" for n in numbers))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Timing of rival implementations on a GPU: in turns, on rotated inputs, medians of CUDA events."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+DIRECTIONS = ("forward", "backward")
+_MEASURED_MS = 150.0  # time spent on one implementation and direction, about
+_SHORT_MS = 2.0  # calls below this could wait for the host
+_HOLD_CYCLES = 6_000_000  # about 3 ms on an H200: longer than the host needs to queue a turn
+
+# seed -> (function that computes the output, its inputs that need gradients)
+Maker = Callable[[int], tuple[Callable[[], Tensor], list[Tensor]]]
+
+
+class Contender:
+    """One implementation: two sets of inputs, and what to run in each direction."""
+
+    def __init__(self, make: Maker):
+        self.sets = []
+        for seed in range(2):
+            function, leaves = make(seed)
+            out = function()
+            self.sets.append((function, leaves, out, torch.randn_like(out)))
+
+    def run(self, direction: str, turn: int) -> None:
+        function, leaves, out, dout = self.sets[turn % 2]
+        if direction == "forward":
+            function()
+        else:
+            torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def time_in_turns(
+    makers: dict[str, Maker],
+) -> tuple[dict[tuple[str, str], float], dict[str, str]]:
+    """({(name, direction): median milliseconds}, {name: why it cannot run}).
+
+    The GPU is kept busy until a turn is queued, so that what is timed is kernels, not the host.
+    """
+    contenders, failures = {}, {}
+    for name, make in makers.items():
+        try:
+            contender = Contender(make)
+            for direction in DIRECTIONS:
+                contender.run(direction, 0)
+            contenders[name] = contender
+        except (RuntimeError, ImportError, NotImplementedError) as error:
+            failures[name] = (str(error).splitlines() or [type(error).__name__])[0][:120]
+    medians = {}
+    for direction in DIRECTIONS if contenders else ():
+        events = {name: [] for name in contenders}
+        repeats, is_short, turn = 8, True, 0
+        while turn < repeats:
+            if is_short:
+                torch.cuda._sleep(_HOLD_CYCLES)
+            for name, contender in contenders.items():
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                contender.run(direction, turn)
+                end.record()
+                events[name].append((start, end))
+            turn += 1
+            if turn == 5:  # as many turns as fit the time
+                torch.cuda.synchronize()
+                first = min(a.elapsed_time(b) for a, b in next(iter(events.values())))
+                repeats = int(min(100, max(8, _MEASURED_MS / max(first, 1e-3))))
+                is_short = first < _SHORT_MS
+        torch.cuda.synchronize()
+        for name, pairs in events.items():
+            medians[name, direction] = statistics.median(a.elapsed_time(b) for a, b in pairs[2:])
+    return medians, failures
+
+
+def host_us(make: Maker, calls: int = 300) -> dict[str, float]:
+    """direction -> microseconds that one eager call keeps the host. Give small inputs: the queue
+    of the GPU must not fill."""
+    contender, found = Contender(make), {}
+    for direction in DIRECTIONS:
+        for turn in range(20):
+            contender.run(direction, turn)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for turn in range(calls):
+            contender.run(direction, turn)
+        found[direction] = (time.perf_counter() - start) / calls * 1e6
+        torch.cuda.synchronize()
+    return found
