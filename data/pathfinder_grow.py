@@ -223,8 +223,8 @@ def dead_ends(size: int, margin: int) -> np.ndarray:
     Three of four attempts end there; knowing it some paddles ahead saves a quarter of the work.
 
     Returns:
-        (paddles to look ahead, extension sprites, side, side) bool, by pivot, whose coordinates are counted
-        from -radius: whether no paddle at the number d + 1 after this one can be placed.
+        (paddles to look ahead, extension sprites, side, side) bool, by pivot, whose coordinates
+        count from -radius: whether no paddle at the number d + 1 after this one can be placed.
     """
     tables = sprite_tables(size, margin)
     radius, side = tables.radius, size + 2 * tables.radius

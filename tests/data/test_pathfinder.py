@@ -1,6 +1,6 @@
 """data/pathfinder.py: the reference's statistics, determinism, images, snake ids.
 
-Expected numbers were measured on the reference generator of 2019 (hard level unless said otherwise).
+Expected numbers were measured on the reference generator of 2019, hard level if not said.
 Tolerances are about four standard errors of the sample sizes here.
 """
 
@@ -41,10 +41,8 @@ def hard(request):
 
 def reference_attempts(spec, scenes):
     """Attempts including those that the reference gives up at their first direction."""
-    usable = {
-        m: len(start_rectangles(spec.size, sprite_tables(spec.size, m)))
-        for m in (1, 2, 3)[GEOMETRIES[spec.size].margins[0] - 1 : GEOMETRIES[spec.size].margins[-1]]
-    }
+    margins = GEOMETRIES[spec.size].margins
+    usable = {m: len(start_rectangles(spec.size, sprite_tables(spec.size, m))) for m in margins}
     return scenes["attempts"] * 360 / np.vectorize(usable.get)(scenes["margin"])
 
 
@@ -110,7 +108,7 @@ def test_images_are_stretched_and_strokes_have_the_reference_s_brightness(hard):
     geometry = GEOMETRIES[spec.size]
     strokes = [sprite_tables(spec.size, m).stroke[360:].max(axis=(1, 2)) for m in geometry.margins]
     peak = np.concatenate(strokes).mean() / 255 * geometry.long_contrast / 20
-    assert peak == pytest.approx(peaks[spec.size], abs=0.02)
+    assert peak == pytest.approx(peaks[spec.size], abs=0.03)
 
 
 @pytest.mark.parametrize("size", [32, 128])
