@@ -79,7 +79,7 @@ def prepare_pathfinder(
 
 
 class PathfinderStore:
-    """A finished set, opened read-only.
+    """A finished set, opened read-only. Pickles as its folder.
 
     Attributes:
         spec: what it holds.
@@ -122,6 +122,9 @@ class PathfinderStore:
         self.fingerprint = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[
             :32
         ]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PathfinderStore, (self.folder,)
 
     def num_images(self, split: str) -> int:
         return len(self._scenes[split]) if split in self._scenes else 0
