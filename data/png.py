@@ -34,7 +34,7 @@ def read_png(path: str | os.PathLike[str]) -> np.ndarray:
         from PIL import Image
     except ImportError as error:
         raise ImportError(
-            "reading PNG files needs Pillow, which is not installed: pip install pillow"
+            "reading PNG files needs Pillow, which is not installed: pip install flashtrain[images]"
         ) from error
     if not Path(path).stat().st_size:
         raise ValueError(f"{path} is empty")
