@@ -192,9 +192,13 @@ def render(spec: PathfinderSpec, scenes: np.ndarray) -> np.ndarray:
     marker = marker_sprite(spec.size).astype(np.int16) * _CONTRAST_ONE
     for places in marker_positions(scenes).transpose(1, 2, 0):
         canvas.draw(np.broadcast_to(marker, (len(scenes), *marker.shape)), *places)
-    values = canvas.values().astype(np.int64)
-    brightest = values.max(axis=(1, 2), keepdims=True)
-    return ((values * 510 + brightest) // (2 * brightest)).astype(np.uint8)
+    values = canvas.values()
+    images = np.zeros(values.shape, np.uint8)
+    brightest = values.max(axis=(1, 2)).astype(np.int64)
+    bright = np.nonzero(values)  # a twentieth of Path-256
+    largest = brightest[bright[0]]
+    images[bright] = (values[bright].astype(np.int64) * 510 + largest) // (2 * largest)
+    return images
 
 
 _CONTRAST_ONE = 20  # contrasts are whole numbers of 20ths
