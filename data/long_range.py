@@ -29,6 +29,11 @@ class LongRangeData(ClassificationData):
     Token ids: ListOps has 15 symbols from 1, Text and Retrieval have byte + 1, and 0 is padding;
     Image has the grey values 0 ... 255 and no padding.
 
+    Attributes:
+        task: the TokenTask.
+        stand_in: what stands in for the published data, to be shown beside every result; "" where
+            these are used.
+
     Args:
         task: "listops", "text", "retrieval" or "image".
         source: see data.lra_files.open_task.
@@ -71,6 +76,11 @@ class LongRangeData(ClassificationData):
         key = hashlib.sha256(json.dumps(self.task.identity, sort_keys=True).encode()).hexdigest()
         self._folder = Path(root) / f"lra-{task}-{key[:12]}"
 
+    @property
+    def store(self) -> SequenceStore:
+        """The prepared data."""
+        return SequenceStore(self._folder)
+
     def prepare_data(self) -> None:
         """Make the store if it is missing. Called on one process of each machine."""
         write_sequences(self._folder, self.task.identity, self.task.splits)
@@ -78,7 +88,7 @@ class LongRangeData(ClassificationData):
     def open_examples(self) -> Examples:
         if self.stand_in:
             print(f"stand-in data for {self.task.name}: {self.stand_in}")
-        return _TokenExamples(SequenceStore(self._folder), self.task, self.seqlen)
+        return _TokenExamples(self.store, self.task, self.seqlen)
 
 
 class _TokenExamples:

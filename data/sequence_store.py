@@ -137,6 +137,10 @@ class SequenceStore:
         """(num_examples,) uint8; empty for a split that is not there."""
         return self._arrays.get(f"{split}.labels.bin", np.empty(0, np.uint8))
 
+    def lengths(self, split: str) -> np.ndarray:
+        """(num_sequences,) int64."""
+        return np.diff(self._arrays.get(f"{split}.offsets.bin", np.zeros(1, np.int64)))
+
     def num_sequences(self, split: str) -> int:
         return max(0, len(self._arrays.get(f"{split}.offsets.bin", ())) - 1)
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import zipfile
 
 from data.pathfinder_store import PathfinderStore
 from data.token_store import TokenStore
@@ -62,3 +63,15 @@ def test_pathfinder_set_with_sheet_and_export(tmp_path, capsys):
     assert len(list(released.iterdir())) == 320
     assert main(["pathfinder", "--size", "32", "--out", str(tmp_path / "set")]) == 1
     assert "must be new or hold the same set" in capsys.readouterr().err
+
+
+def test_lra_store_of_a_stand_in(tmp_path, capsys):
+    with zipfile.ZipFile(tmp_path / "reviews.zip", "w") as archive:
+        for i in range(100):
+            archive.writestr(f"{'pos' if i % 2 else 'neg'}/{i}.txt", "a" * (i + 1))
+    arguments = ["lra", "--task", "text", "--source", str(tmp_path / "reviews.zip")]
+    assert main([*arguments, "--seqlen", "60", "--root", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "instead of IMDb" in printed and "60 at most" in printed
+    assert main(["lra", "--task", "retrieval", "--seqlen", "60", "--root", str(tmp_path)]) == 1
+    assert "error: the source of retrieval" in capsys.readouterr().err
