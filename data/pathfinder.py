@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data.pathfinder_balance import balanced_start_snakes, thinning
+from data.pathfinder_balance import balance_model, balanced_start_snakes, thinning
 from data.pathfinder_distractors import grow_distractors, paste
 from data.pathfinder_extend import below, mix, random_words
 from data.pathfinder_grow import grow_long_snakes
@@ -91,10 +91,14 @@ class PathfinderSpec:
         return np.dtype(fields)
 
     def tables_sha256(self) -> str:
-        """Of the drawn parts: recipes are only valid with the tables they were grown from."""
+        """Of the drawn parts (and of what thins a balanced set), without which recipes mean nothing."""
         digest = hashlib.sha256(marker_sprite(self.size).tobytes())
         for margin in GEOMETRIES[self.size].margins:
             digest.update(sprite_tables(self.size, margin).sha256().encode())
+        if self.balanced:
+            model = balance_model(self.size, self.level)
+            for part in (model.feature, model.threshold, model.leaf):
+                digest.update(part.tobytes())
         return digest.hexdigest()
 
 
