@@ -91,7 +91,7 @@ class PathfinderSpec:
         return np.dtype(fields)
 
     def tables_sha256(self) -> str:
-        """Of the drawn parts (and of what thins a balanced set), without which recipes mean nothing."""
+        """Of the drawn parts and what thins a balanced set: recipes are only valid with them."""
         digest = hashlib.sha256(marker_sprite(self.size).tobytes())
         for margin in GEOMETRIES[self.size].margins:
             digest.update(sprite_tables(self.size, margin).sha256().encode())
@@ -110,8 +110,8 @@ def make_scenes(
 ) -> np.ndarray:
     """Recipes of the samples `indices` of a split.
 
-    Making many at once is much faster than one by one: about 10 ms each at Path-X in hundreds, and
-    10 times that alone.
+    Make many at once: on one core a hard Path-X scene takes 8 to 10 ms among 512, 44 ms among 16
+    and 270 ms alone.
 
     Args:
         split: "train", "val" or "test"; no sample of one is in another.
