@@ -2,6 +2,9 @@
 
 Without --out the store goes where training with the same source looks for it; with --out, train
 with data.source=OUT. A killed or failed run continues where it was when started again.
+
+Images of Path-X and its relatives: python -m scripts.prepare_data pathfinder --help
+The Long Range Arena's other tasks: python -m scripts.prepare_data lra --help
 """
 
 from __future__ import annotations
@@ -14,10 +17,16 @@ from data.prepare import SHARD_TOKENS, SPLIT_SEED, prepare, store_folder
 from data.sources import open_source
 from data.token_store import TokenStore
 from data.tokenizer import TOKENIZER_NAMES, load_tokenizer
+from scripts import prepare_lra, prepare_pathfinder
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Prepare what the command line asks for. Returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["pathfinder"]:
+        return prepare_pathfinder.main(arguments[1:])
+    if arguments[:1] == ["lra"]:
+        return prepare_lra.main(arguments[1:])
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:

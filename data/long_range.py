@@ -1,0 +1,286 @@
+"""The Long Range Arena's tasks as batches: symbols, bytes and pixels (arXiv 2011.04006)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data.classification import Batch, ClassificationData, Examples
+from data.lra_files import TokenTask, open_task
+from data.pathfinder import PathfinderSpec, dense_target
+from data.pathfinder_extend import mix
+from data.pathfinder_release import PathfinderRelease
+from data.pathfinder_store import (
+    NUM_IMAGES,
+    PathfinderStore,
+    pathfinder_folder,
+    prepare_pathfinder,
+)
+from data.sequence_store import SequenceStore, write_sequences
+
+
+class LongRangeData(ClassificationData):
+    """ListOps, Text, Retrieval and Image; see data.lra_files for the sources and stand-ins.
+
+    Token ids: ListOps has 15 symbols from 1, Text and Retrieval have byte + 1, and 0 is padding;
+    Image has the grey values 0 ... 255 and no padding.
+
+    Attributes:
+        task: the TokenTask.
+        stand_in: what stands in for the published data, to be shown beside every result; "" where
+            these are used.
+
+    Args:
+        task: "listops", "text", "retrieval" or "image".
+        source: see data.lra_files.open_task.
+        seqlen: tokens of a sequence; longer texts are cut.
+        root: folder under which prepared stores are cached.
+        batch_size, val_batch_size, val_limit, test_limit, seed, num_workers: see
+            ClassificationData.
+    Raises:
+        ValueError: sizes that do not fit together, or an unknown task.
+        FileNotFoundError: no such local source.
+    """
+
+    def __init__(
+        self,
+        *,
+        task: str,
+        source: str | None = None,
+        seqlen: int,
+        batch_size: int,
+        val_batch_size: int = 32,
+        val_limit: int | None = None,
+        test_limit: int | None = None,
+        seed: int = 1111,
+        num_workers: int = 0,
+        root: str = "outputs/data",
+    ) -> None:
+        super().__init__(
+            seqlen=seqlen,
+            batch_size=batch_size,
+            val_batch_size=val_batch_size,
+            val_limit=val_limit,
+            test_limit=test_limit,
+            seed=seed,
+            num_workers=num_workers,
+        )
+        self.task: TokenTask = open_task(task, source, max_length=seqlen)
+        self.vocab_size = self.task.vocab_size
+        self.num_classes = self.task.num_classes
+        self.stand_in = self.task.stand_in
+        key = hashlib.sha256(json.dumps(self.task.identity, sort_keys=True).encode()).hexdigest()
+        self._folder = Path(root) / f"lra-{task}-{key[:12]}"
+
+    @property
+    def store(self) -> SequenceStore:
+        """The prepared data."""
+        return SequenceStore(self._folder)
+
+    def prepare_data(self) -> None:
+        """Make the store if it is missing. Called on one process of each machine."""
+        write_sequences(self._folder, self.task.identity, self.task.splits)
+
+    def open_examples(self) -> Examples:
+        if self.stand_in:
+            print(f"stand-in data for {self.task.name}: {self.stand_in}")
+        return _TokenExamples(self.store, self.task, self.seqlen)
+
+
+class _TokenExamples:
+    def __init__(self, store: SequenceStore, task: TokenTask, seqlen: int) -> None:
+        self.fingerprint = store.fingerprint
+        self._store = store
+        self._towers, self._first_id, self._seqlen = task.num_towers, task.first_id, seqlen
+
+    def num_examples(self, split: str) -> int:
+        return len(self._store.labels(split))
+
+    def batch(self, split: str, ids: np.ndarray, *, positions: np.ndarray | None = None) -> Batch:
+        input_ids = np.zeros((len(ids), self._towers, self._seqlen), np.int64)
+        lengths = np.zeros((len(ids), self._towers), np.int64)
+        for row, index in enumerate(ids.tolist()):
+            for tower in range(self._towers):
+                values = self._store.sequence(split, index * self._towers + tower)
+                values = values[: self._seqlen]
+                input_ids[row, tower, : len(values)] = values
+                input_ids[row, tower, : len(values)] += self._first_id
+                lengths[row, tower] = len(values)
+        if self._towers == 1:
+            input_ids, lengths = input_ids[:, 0], lengths[:, 0]
+        labels = self._store.labels(split)[ids].astype(np.int64)
+        arrays = {"input_ids": input_ids, "labels": labels, "lengths": lengths}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+class PathfinderData(ClassificationData):
+    """Pathfinder, Path-X and Path-256: grey values 0 ... 255, row by row; no padding.
+
+    Batches may also hold:
+    `dense_labels`, (batch, size * size) int64: 0 on no long snake, 1 on one, 2 on the one that
+    joins both discs; more supervision than the Long Range Arena allows, so say where it was used.
+    `foreground`, (num_foreground,) int64: where input_ids.view(-1) is not 0, in order, with
+    `cu_seqlens`, (batch + 1,) int32, and `max_seqlen`, an int: the non-zero pixels as packed
+    sequences. That value 0 is padding is the Long Range Arena's own rule.
+
+    Args:
+        size: of the images in pixels: 32, 64, 128 (Path-X) or 256.
+        level: 6, 9 or 14 paddles a snake.
+        balanced: labels that the discs' positions do not tell.
+        release: folder of the unpacked release, read instead of generating; needs Pillow.
+        dense_target, foreground: add the entries above. The release has no dense target.
+        augment: one of the eight flips and rotations for each training image, by seed and position.
+        num_train, num_val, num_test: images to generate.
+        data_seed: of the generated images.
+        root: folder under which prepared sets are cached.
+        prepare_workers: generating processes; None is one a core.
+        batch_size, val_batch_size, val_limit, test_limit, seed, num_workers: see
+            ClassificationData.
+    Raises:
+        ValueError: an unknown size or level, or a dense target asked of the release.
+        FileNotFoundError: no release of that size and level in the folder.
+    """
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        level: int = 14,
+        balanced: bool = False,
+        release: str | None = None,
+        dense_target: bool = False,
+        foreground: bool = False,
+        augment: bool = False,
+        batch_size: int,
+        val_batch_size: int = 32,
+        val_limit: int | None = None,
+        test_limit: int | None = None,
+        num_train: int = NUM_IMAGES["train"],
+        num_val: int = NUM_IMAGES["val"],
+        num_test: int = NUM_IMAGES["test"],
+        data_seed: int = 0,
+        seed: int = 1111,
+        num_workers: int = 0,
+        prepare_workers: int | None = None,
+        root: str = "outputs/data",
+    ) -> None:
+        super().__init__(
+            seqlen=size * size,
+            batch_size=batch_size,
+            val_batch_size=val_batch_size,
+            val_limit=val_limit,
+            test_limit=test_limit,
+            seed=seed,
+            num_workers=num_workers,
+        )
+        if release is not None and (dense_target or balanced):
+            raise ValueError(
+                "the release has neither a dense target nor a balanced set: generate the images, "
+                "or leave dense_target and balanced out"
+            )
+        self.vocab_size = 256
+        self.num_classes = 2
+        self.spec = PathfinderSpec(size, level, balanced=balanced, seed=data_seed)
+        self._num_images = {"train": num_train, "val": num_val, "test": num_test}
+        self._folder = pathfinder_folder(root, self.spec, self._num_images)
+        self._release = release
+        self._prepare_workers = prepare_workers
+        self._options = (dense_target, foreground, seed if augment else None)
+
+    def prepare_data(self) -> None:
+        """Make the set if it is missing. Called on one process of each machine."""
+        if self._release is None:
+            prepare_pathfinder(
+                self.spec, self._folder, self._num_images, workers=self._prepare_workers
+            )
+
+    def open_examples(self) -> Examples:
+        if self._release is not None:
+            images = PathfinderRelease(self._release, self.spec.size, self.spec.level)
+            return _ReleaseExamples(images, *self._options)
+        return _PathfinderExamples(PathfinderStore(self._folder), *self._options)
+
+
+class _ImageExamples:
+    """Images to batches; subclasses say where images come from."""
+
+    fingerprint: str
+
+    def __init__(self, dense: bool, foreground: bool, augment_seed: int | None) -> None:
+        self._dense, self._foreground, self._augment_seed = dense, foreground, augment_seed
+
+    def num_examples(self, split: str) -> int:
+        raise NotImplementedError
+
+    def read(self, split: str, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Images and dense targets, (n, size, size) uint8, and labels between them, (n,)."""
+        raise NotImplementedError
+
+    def batch(self, split: str, ids: np.ndarray, *, positions: np.ndarray | None = None) -> Batch:
+        images, labels, target = self.read(split, ids)
+        layers = [images] if target is None else [images, target]
+        if positions is not None and self._augment_seed is not None:
+            words = mix(mix(positions.astype(np.uint64)) + np.uint64(self._augment_seed % 2**63))
+            layers = [_turned(layer, (words >> np.uint64(61)).astype(np.int64)) for layer in layers]
+        flat = [torch.from_numpy(x.reshape(len(ids), -1).astype(np.int64)) for x in layers]
+        batch: Batch = {
+            "input_ids": flat[0],
+            "labels": torch.from_numpy(labels.astype(np.int64)),
+            "lengths": torch.full((len(ids),), flat[0].shape[1], dtype=torch.int64),
+        }
+        if target is not None:
+            batch["dense_labels"] = flat[1]
+        if self._foreground:
+            counts = (flat[0] > 0).sum(dim=1)
+            batch["foreground"] = flat[0].view(-1).nonzero()[:, 0]
+            batch["cu_seqlens"] = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+            batch["max_seqlen"] = int(counts.max())
+        return batch
+
+
+class _PathfinderExamples(_ImageExamples):
+    def __init__(self, store: PathfinderStore, *options) -> None:
+        super().__init__(*options)
+        self.fingerprint = store.fingerprint
+        self._store = store
+
+    def num_examples(self, split: str) -> int:
+        return self._store.num_images(split)
+
+    def read(self, split: str, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        labels = self._store.scenes(split, ids)["label"]
+        target = None
+        if self._dense:
+            target = dense_target(self._store.snake_ids(split, ids), labels)
+        return self._store.images(split, ids), labels, target
+
+
+class _ReleaseExamples(_ImageExamples):
+    def __init__(self, release: PathfinderRelease, *options) -> None:
+        super().__init__(*options)
+        names = "\n".join(f"{p.parent.name}/{p.name}" for p in release.paths)
+        payload = names.encode() + release.labels.tobytes()
+        self.fingerprint = hashlib.sha256(payload).hexdigest()[:32]
+        self._release = release
+        self._ids = {split: release.split_ids(split) for split in ("train", "val", "test")}
+
+    def num_examples(self, split: str) -> int:
+        return len(self._ids[split])
+
+    def read(self, split: str, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        ids = self._ids[split][ids]
+        return self._release.images(ids), self._release.labels[ids], None
+
+
+def _turned(images: np.ndarray, turns: np.ndarray) -> np.ndarray:
+    """Each image flipped (4), then rotated by 90 degrees (0 to 3 times): turns in [0, 8)."""
+    out = np.empty_like(images)
+    for turn in range(8):
+        chosen = images[turns == turn]
+        chosen = chosen[:, :, ::-1] if turn >= 4 else chosen
+        out[turns == turn] = np.rot90(chosen, turn % 4, axes=(1, 2))
+    return out
