@@ -37,6 +37,7 @@ def flash_attention(
     deterministic: bool = False,
     return_lse: bool = False,
     kernel: str | None = None,
+    autotune: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention without storing the score matrix (arXiv 2205.14135).
 
@@ -69,6 +70,9 @@ def flash_attention(
         return_lse: also return the log-sum-exp, which is differentiable.
         kernel: None lets the rule of hopper/rule.py choose; "portable" takes the Triton kernels,
             which serve every call; "hopper" the ones for sm_90 GPUs.
+        autotune: search the tile sizes of the portable kernels on this GPU, instead of taking them
+            from the table in portable/tile_choice.py: about a minute at the first call with a new
+            combination of options, head dim and dtype, forward and backward each.
 
     Returns:
         out (batch, seqlen_q, nheads, headdim), dtype of q, contiguous; a query that sees no key
@@ -87,7 +91,7 @@ def flash_attention(
         raise ValueError(f"q and k must have the same batch size, got {batch} and {k.shape[0]}")
     out, lse = attend(
         q, k, v, batch, None, None, q.shape[1], k.shape[1], causal, window, softmax_scale, softcap,
-        alibi_slopes, lengths_k, dropout_p, dropout_seed, deterministic, kernel,
+        alibi_slopes, lengths_k, dropout_p, dropout_seed, deterministic, kernel, autotune,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -112,6 +116,7 @@ def flash_attention_varlen(
     deterministic: bool = False,
     return_lse: bool = False,
     kernel: str | None = None,
+    autotune: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attention over sequences of different lengths, packed one after the other.
 
@@ -137,7 +142,7 @@ def flash_attention_varlen(
     out, lse = attend(
         q, k, v, cu_seqlens_q.shape[0] - 1, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         causal, window, softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed,
-        deterministic, kernel,
+        deterministic, kernel, autotune,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -158,7 +163,7 @@ def check_kernel(kernel: str | None, deterministic: bool) -> str | None:
 def attend(
     q, k, v, batch, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window,
     softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed, deterministic,
-    kernel, block_mask=None,
+    kernel, autotune, block_mask=None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     kernel = check_kernel(kernel, deterministic)
     check_options(dropout_p, softcap, window)
@@ -174,6 +179,7 @@ def attend(
     return operators.attend(
         q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, seed, *blocks, max_seqlen_q,
         max_seqlen_k, softmax_scale, softcap, left, 0 if causal else right, dropout_p, kernel,
+        autotune,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ def block_sparse_attention(
     deterministic: bool = False,
     return_lse: bool = False,
     kernel: str | None = None,
+    autotune: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attention in which query i sees key j only where block_mask says so as well.
 
@@ -58,7 +59,7 @@ def block_sparse_attention(
     out, lse = attend(
         q, k, v, batch, None, None, q.shape[1], k.shape[1], causal, window, softmax_scale, softcap,
         alibi_slopes, lengths_k, dropout_p, dropout_seed, deterministic,
-        kernel, walked,
+        kernel, autotune, walked,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -84,6 +85,7 @@ def block_sparse_attention_varlen(
     deterministic: bool = False,
     return_lse: bool = False,
     kernel: str | None = None,
+    autotune: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """block_sparse_attention over packed sequences, as flash_attention_varlen.
 
@@ -102,7 +104,7 @@ def block_sparse_attention_varlen(
     out, lse = attend(
         q, k, v, batch, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window,
         softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed, deterministic,
-        kernel, walked,
+        kernel, autotune, walked,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

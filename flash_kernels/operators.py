@@ -30,7 +30,8 @@ _OPTIONS = (
     "Tensor? row_bounds, Tensor? row_indices, Tensor? row_patterns, Tensor? col_bounds, "
     "Tensor? col_indices, Tensor? col_patterns, Tensor? token_masks, SymInt block_m, "
     "SymInt block_n, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, float softcap, "
-    "SymInt? window_left, SymInt? window_right, float dropout_p, str? kernel"
+    "SymInt? window_left, SymInt? window_right, float dropout_p, str? kernel, "
+    "bool autotune"
 )
 _LIBRARY.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
 _LIBRARY.define(
@@ -55,6 +56,7 @@ def _problem(
     q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, row_bounds,
     row_indices, row_patterns, col_bounds, col_indices, col_patterns, token_masks, block_m, block_n,
     max_seqlen_q, max_seqlen_k, softmax_scale, softcap, window_left, window_right, dropout_p,
+    autotune,
 ) -> Problem:  # fmt: skip
     blocks = None
     if row_bounds is not None:
@@ -78,12 +80,13 @@ def _problem(
         window_right=window_right,
         dropout_p=dropout_p,
         blocks=blocks,
+        autotune=autotune,
     )
 
 
 def _forward(q, k, v, *options) -> tuple[Tensor, Tensor]:
-    *options, kernel = options
-    problem = _problem(q, k, v, *options)
+    *options, kernel, autotune = options
+    problem = _problem(q, k, v, *options, autotune)
     if choose_family(problem, kernel, "forward") == "portable":
         return portable_forward(problem)
     # Only here: Gluon is not there on every machine.
@@ -93,8 +96,8 @@ def _forward(q, k, v, *options) -> tuple[Tensor, Tensor]:
 
 
 def _backward(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor]:
-    *options, kernel = options
-    problem = _problem(q, k, v, *options)
+    *options, kernel, autotune = options
+    problem = _problem(q, k, v, *options, autotune)
     if choose_family(problem, kernel, "backward") == "portable":
         return portable_backward(problem, dout, dlse, out, lse)
     from .hopper.launch import attention_backward as hopper_backward
@@ -221,6 +224,36 @@ class _FuncAttention(torch.autograd.Function):
     setup_context = staticmethod(_save_for_backward)
     backward = staticmethod(_differentiate)
 
+    @staticmethod
+    def vmap(info, in_dims, *inputs):
+        """Fold the mapped dimension into the batch: dense calls without dropout."""
+        q, k, v, cu_seqlens_q, _, lengths_k, alibi_slopes, dropout_seed, row_bounds, *_ = inputs
+        if any(t is not None for t in (cu_seqlens_q, dropout_seed, row_bounds)):
+            raise NotImplementedError(
+                "torch.func.vmap of attention serves dense calls without dropout, packed "
+                "sequences and block masks: loop over them instead"
+            )
+        size = info.batch_size
+        batch = q.shape[1 if in_dims[0] == 0 else 0]
+
+        def fold(tensor, dim, per_batch=True):
+            if tensor is None:
+                return None
+            tensor = (
+                tensor[None].expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            )
+            if not per_batch:
+                tensor = tensor[:, None].expand(size, batch, *tensor.shape[1:])
+            return tensor.flatten(0, 1)
+
+        slopes_dims = 0 if alibi_slopes is None else alibi_slopes.dim() - (in_dims[6] is not None)
+        folded = [
+            *(fold(t, d) for t, d in zip((q, k, v), in_dims, strict=False)), None, None,
+            fold(lengths_k, in_dims[5]), fold(alibi_slopes, in_dims[6], slopes_dims == 2),
+        ]  # fmt: skip
+        out, lse = _FuncAttention.apply(*folded, *inputs[7:])
+        return (out.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
+
 
 class _EagerAttention(torch.autograd.Function):
     """The same for plain tensors: without the dispatcher and without a separate setup_context,
@@ -241,7 +274,7 @@ class _EagerAttention(torch.autograd.Function):
 
 
 def attend(*inputs) -> tuple[Tensor, Tensor]:
-    """flash_kernels::attention_forward, also below the transforms of torch.func (vmap excepted)."""
+    """flash_kernels::attention_forward, also below the transforms of torch.func."""
     if torch.compiler.is_compiling():
         return torch.ops.flash_kernels.attention_forward(*inputs)
     if torch._C._are_functorch_transforms_active():

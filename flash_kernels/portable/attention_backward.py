@@ -301,7 +301,14 @@ def compute_row_words(
 def launch_dk_dv(problem: Problem, dout, row_words, keys, dk, dv, tile: Tile | None = None) -> None:
     """Fill dk and dv. `tile` overrides the table of tile_choice.py."""
     p = problem
-    tile = p.fit(tile or choose_tile("dk_dv", p))
+    if tile is None:
+
+        def run(candidate):
+            launch_dk_dv(p, dout, row_words, keys, dk, dv, candidate)
+            return dk, dv
+
+        tile = choose_tile("dk_dv", p, run)
+    tile = p.fit(tile)
     num_tiles = cdiv(p.seqlen_k, tile.block_n)
     num_heads = p.batch * p.nheads_k
     dk_dv_kernel[(num_heads * num_tiles,)](

@@ -214,7 +214,7 @@ def attention_forward(
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=p.q.device)
     if out.numel() == 0:
         return out, lse
-    tile = p.fit(tile or choose_tile("forward", p))
+    tile = p.fit(tile or choose_tile("forward", p, lambda t: attention_forward(p, t)))
     num_heads = p.batch * p.nheads
     num_tiles = cdiv(p.seqlen_q, tile.block_m)
     with p.device_guard():

@@ -200,7 +200,14 @@ def dq_kernel(
 def launch_dq(problem: Problem, dout, row_words, keys, dq, tile: Tile | None = None) -> None:
     """Fill dq. `tile` overrides the table of tile_choice.py."""
     p = problem
-    tile = p.fit(tile or choose_tile("dq", p))
+    if tile is None:
+
+        def run(candidate):
+            launch_dq(p, dout, row_words, keys, dq, candidate)
+            return (dq,)
+
+        tile = choose_tile("dq", p, run)
+    tile = p.fit(tile)
     num_tiles = cdiv(p.seqlen_q, tile.block_m)
     num_heads = p.batch * p.nheads
     dq_kernel[(num_heads * num_tiles,)](

@@ -76,6 +76,7 @@ class Problem:
         window_right: int | None = None,
         dropout_p: float = 0.0,
         blocks: WalkedMask | None = None,
+        autotune: bool = False,
     ):
         self.q, self.k, self.v = q, k, v
         self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
@@ -111,6 +112,7 @@ class Problem:
 
         # Of a block mask: what the kernels walk (sparse.py), by query row and by key column.
         self.mask = blocks
+        self.autotune = autotune
         self.row_lists = self.col_lists = None
         if blocks is not None:
             self.row_lists = _lists(blocks.rows, blocks.token_masks)

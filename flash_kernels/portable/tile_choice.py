@@ -7,6 +7,7 @@ here depends on the lengths or the batch size.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -114,10 +115,19 @@ def table_tile(
     return _HALF[kernel, family][column]
 
 
-def choose_tile(kernel: str, problem) -> Tile:
-    """The tile of this call: use_tiles' if one is set, else the table's."""
+def choose_tile(kernel: str, problem, run: Callable) -> Tile:
+    """The tile of a call: use_tiles' if one is set, the search's with autotune, else the table's.
+
+    run: launches the kernel with a tile and returns its outputs.
+    """
     if kernel in _overrides:
         return _overrides[kernel]
     p = problem
     family = gpu_family(p.q.device)
-    return table_tile(kernel, family, p.headdim, p.q.dtype, p.dropout_p > 0.0)
+    tile = table_tile(kernel, family, p.headdim, p.q.dtype, p.dropout_p > 0.0)
+    if p.autotune and family != "interpreter":  # there a tile's time says nothing
+        from .tile_search import searched_tile
+
+        key = (kernel, p.q.device, p.q.dtype, p.group_size, *p.flags().items())
+        return searched_tile(key, tile, run)
+    return tile

@@ -32,7 +32,7 @@ def forward_arguments(packed: bool):
         index = (None, None, torch.tensor([7]), None, None)
         seqlens = (9, 9)
     no_blocks = (*(None,) * 7, 0, 0)
-    options = (0.25, 0.0, 4, None, 0.2 if packed else 0.0, "portable")
+    options = (0.25, 0.0, 4, None, 0.2 if packed else 0.0, "portable", False)
     return (q, k, v, *index, *no_blocks, *seqlens, *options)
 
 
@@ -165,3 +165,26 @@ def test_torch_func_grad():
     expected = torch.autograd.grad(flash_attention(q, k, v).square().sum(), q)[0]
     functional = torch.func.grad(lambda q: flash_attention(q, k, v).square().sum())(q.detach())
     torch.testing.assert_close(functional, expected)
+
+
+def test_torch_func_vmap_and_gradients_per_sample():
+    q, k, v = (
+        torch.randn(3, 2, 9, 2, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)
+    )
+    slopes, lengths = torch.tensor([0.1, 0.3]), torch.tensor([[9, 4], [3, 9], [5, 6]])
+
+    def attend(q, k, v, lengths):
+        return flash_attention(q, k, v, causal=True, alibi_slopes=slopes, lengths_k=lengths)
+
+    expected = torch.stack([attend(*one) for one in zip(q, k, v, lengths, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(attend)(q, k, v, lengths), expected)
+    shared = torch.func.vmap(attend, in_dims=(1, None, None, None), out_dims=1)
+    torch.testing.assert_close(
+        shared(q.movedim(0, 1), k[0], v[0], lengths[0])[:, 2], attend(q[2], k[0], v[0], lengths[0])
+    )
+    per_sample = torch.func.vmap(torch.func.grad(lambda *one: attend(*one).square().sum()))
+    leaf = q[1].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(attend(leaf, k[1], v[1], lengths[1]).square().sum(), leaf)
+    torch.testing.assert_close(per_sample(q, k, v, lengths)[1], gradient)
+    with pytest.raises(NotImplementedError, match="without dropout"):
+        torch.func.vmap(lambda q: flash_attention(q, k[0], v[0], dropout_p=0.1, dropout_seed=1))(q)
