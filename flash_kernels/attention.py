@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import operators
+from . import flops, operators  # noqa: F401  (flops registers formulas)
 from .portable.attention_forward import attention_forward_kernel
 
 MAX_HEADDIM = 256

@@ -1,15 +1,15 @@
 """The custom operators flash_kernels::attention_forward and attention_backward: what torch's
 machinery sees.
 
-Registered with fake implementations (torch.compile without graph breaks), autograd, and FLOP
-formulas. Arguments are checked by the public functions in attention.py; these operators trust them.
+Registered with fake implementations (torch.compile without graph breaks) and autograd; flops.py
+adds their FLOP formulas. Arguments are checked by the public functions in attention.py; these
+operators trust them.
 """
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from torch.utils.flop_counter import register_flop_formula
 
 from .block_lists import BlockLists
 from .hopper.rule import choose_family
@@ -282,55 +282,3 @@ def attend(*inputs) -> tuple[Tensor, Tensor]:
     if is_in_torch_dispatch_mode() or any(type(t) not in _PLAIN for t in inputs[:3]):
         return torch.ops.flash_kernels.attention_forward(*inputs)
     return _EagerAttention.apply(*inputs)
-
-
-def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> float:
-    """Query-key pairs inside the window; a causal square counts as half, as is usual."""
-    if left is None and right == 0 and seqlen_q == seqlen_k:
-        return seqlen_q * seqlen_k / 2
-    if left is None and right is None:
-        return seqlen_q * seqlen_k
-    shift = seqlen_k - seqlen_q
-    total = 0
-    for row in range(seqlen_q):
-        begin = 0 if left is None else max(0, row + shift - left)
-        end = seqlen_k if right is None else min(seqlen_k, row + shift + right + 1)
-        total += max(0, end - begin)
-    return total
-
-
-def _forward_flops(
-    q, k, cu_seqlens_q, cu_seqlens_k, row_bounds, row_indices, block_m, block_n, max_seqlen_q,
-    max_seqlen_k, left, right,
-) -> int:  # fmt: skip
-    """4 * headdim a visible pair (FlashAttention-2's convention); listed blocks count whole."""
-    if row_bounds is not None:
-        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        # A mask of one batch entry or one head serves all of them.
-        times = batch // row_bounds.shape[0] * (q.shape[-2] // row_bounds.shape[1])
-        return int(4 * times * row_indices.shape[0] * block_m * block_n * q.shape[-1])
-    if cu_seqlens_q is None:
-        pairs = q.shape[0] * visible_pairs(q.shape[1], k.shape[1], left, right)
-    elif type(cu_seqlens_q) is Tensor and cu_seqlens_q.device.type != "meta":
-        lengths = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)
-        pairs = sum(visible_pairs(m, n, left, right) for m, n in lengths)
-    else:
-        pairs = (cu_seqlens_q.shape[0] - 1) * visible_pairs(max_seqlen_q, max_seqlen_k, left, right)
-    return int(4 * pairs * q.shape[-2] * q.shape[-1])
-
-
-@register_flop_formula(torch.ops.flash_kernels.attention_forward, get_raw=True)
-def _attention_forward_flops(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, row_bounds,
-    row_indices, row_patterns, col_bounds, col_indices, col_patterns, token_masks, block_m, block_n,
-    max_seqlen_q, max_seqlen_k, softmax_scale, softcap, window_left, window_right, *_, out_val=None,
-):  # fmt: skip
-    return _forward_flops(
-        q, k, cu_seqlens_q, cu_seqlens_k, row_bounds, row_indices, block_m, block_n, max_seqlen_q,
-        max_seqlen_k, window_left, window_right,
-    )  # fmt: skip
-
-
-@register_flop_formula(torch.ops.flash_kernels.attention_backward, get_raw=True)
-def _attention_backward_flops(dout, dlse, q, k, v, out, lse, *options, out_val=None):
-    return _attention_forward_flops(q, k, v, *options) * 5 // 2

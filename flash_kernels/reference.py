@@ -46,7 +46,7 @@ def dropout_keys(
     """Row keys and odd row multipliers (batch, nheads, seqlen_q) and column keys (batch, nheads,
     seqlen_k).
 
-    int64 tensors of unsigned 32-bit values, those of portable/tiles.py.
+    int64 tensors of unsigned 32-bit values, those of portable/dropout.py.
     """
     seed = int(dropout_seed)
     heads = torch.arange(batch * nheads, device=device)[:, None] + first_sequence * nheads

@@ -24,7 +24,8 @@ from rich.table import Table
 from flash_kernels import reference, testing
 from flash_kernels.portable import attention_backward as backward
 from flash_kernels.portable import attention_forward as forward
-from flash_kernels.portable.launch import Problem, column_keys
+from flash_kernels.portable.dropout import column_keys
+from flash_kernels.portable.launch import Problem
 from flash_kernels.portable.tile_choice import Tile, table_tile
 
 # (block_m query rows, block_n keys, num_warps, num_stages)

@@ -70,7 +70,7 @@ def ring(index, STAGES: gl.constexpr):
     return index % STAGES, (index // STAGES) & 1
 
 
-# The number of an element, as in portable.tiles.drop; one block of assembly an element,
+# The number of an element, as in portable.dropout.drop; one block of assembly an element,
 # because LLVM otherwise computes all numbers first, which takes a register each.
 _DROPOUT_NUMBER = """{
 .reg .pred kept;
@@ -87,7 +87,7 @@ _NEGATE_DROPPED = gl.constexpr(
 
 @gluon.jit
 def zero_dropped(values, row_keys, row_multipliers, column_keys, threshold):
-    """values (float32) where portable.tiles.drop keeps them, else 0. The keys broadcast."""
+    """values (float32) where portable.dropout.drop keeps them, else 0. The keys broadcast."""
     return gl.inline_asm_elementwise(
         _ZERO_DROPPED, "=f,f,r,r,r,r", [values, row_keys, row_multipliers, column_keys, threshold],
         gl.float32, is_pure=True, pack=1,
@@ -96,7 +96,7 @@ def zero_dropped(values, row_keys, row_multipliers, column_keys, threshold):
 
 @gluon.jit
 def negate_dropped(values, row_keys, row_multipliers, column_keys, threshold):
-    """values (float32) where portable.tiles.drop keeps them, else -values."""
+    """values (float32) where portable.dropout.drop keeps them, else -values."""
     return gl.inline_asm_elementwise(
         _NEGATE_DROPPED, "=f,f,r,r,r,r",
         [values, row_keys, row_multipliers, column_keys, threshold],

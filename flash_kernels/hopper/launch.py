@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..portable.attention_backward import compute_row_words
-from ..portable.launch import Problem, cdiv, column_keys, heads_per_group, row_keys
+from ..portable.dropout import column_keys, row_keys
+from ..portable.launch import Problem, cdiv, heads_per_group
 from .backward import BLOCK_KEYS, KEYS, attention_backward_kernel
 from .forward import ROWS, attention_forward_kernel
 from .gluon_api import TensorDescriptor, gl

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import sparse, tiles
+from . import dropout, sparse, tiles
 from .dq import launch_dq, load_row_words
-from .launch import Problem, cdiv, column_keys, heads_per_group
+from .launch import Problem, cdiv, heads_per_group
 from .tile_choice import Tile, choose_tile
 
 _DELTA_ROWS = 64
@@ -71,7 +71,7 @@ def delta_kernel(
     row_keys = rows
     row_multipliers = rows
     if HAS_DROPOUT:
-        row_keys, row_multipliers = tiles.dropout_row_keys(seed_ptr, rows, batch_head)
+        row_keys, row_multipliers = dropout.dropout_row_keys(seed_ptr, rows, batch_head)
     words = tl.join(
         tl.join(lse_log2, row_keys.to(tl.float32, bitcast=True)),
         tl.join(delta, row_multipliers.to(tl.float32, bitcast=True)),
@@ -124,7 +124,7 @@ def _accumulate_dk_dv(
     dprobs = tl.dot(v, tl.trans(dout), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
     kept_probs = probs
     if HAS_DROPOUT:
-        kept_probs = tiles.drop(
+        kept_probs = dropout.drop(
             probs, row_keys[None, :], row_multipliers[None, :], column_keys[:, None],
             dropout_threshold, PTX,
         )  # fmt: skip
@@ -345,7 +345,7 @@ def attention_backward(
     if dq.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
     with p.device_guard():
-        keys = column_keys(p)
+        keys = dropout.column_keys(p)
         row_words = compute_row_words(p, dout, dlse, out, lse)
         if dk.numel() > 0:
             launch_dk_dv(p, dout, row_words, keys, dk, dv, dk_dv_tile)

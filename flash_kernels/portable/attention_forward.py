@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import sparse, tiles
-from .launch import Problem, cdiv, column_keys, heads_per_group, key_repeat
+from . import dropout, sparse, tiles
+from .launch import Problem, cdiv, heads_per_group
 from .tile_choice import Tile, choose_tile
 
 
@@ -30,7 +30,7 @@ def attend_keys(
     col_begin = tile * BLOCK_N
     cols = col_begin + tl.arange(0, BLOCK_N)
     if HAS_DROPOUT:
-        column_keys = tiles.load_column_keys(
+        column_keys = dropout.load_column_keys(
             column_keys_ptr, cols, keys_end, BLOCK_N, MASKED, KEY_REPEAT
         )
     k = tiles.load_tile(
@@ -71,7 +71,7 @@ def attend_keys(
     row_sum = row_sum * decay + tl.sum(probs, 1)
     acc = acc * decay[:, None]
     if HAS_DROPOUT:
-        probs = tiles.drop(
+        probs = dropout.drop(
             probs, row_keys[:, None], row_multipliers[:, None], column_keys[None, :],
             dropout_threshold, PTX,
         )  # fmt: skip
@@ -143,7 +143,7 @@ def attention_forward_kernel(
     row_keys = rows
     row_multipliers = rows
     if HAS_DROPOUT:
-        row_keys, row_multipliers = tiles.dropout_row_keys(seed_ptr, rows, batch_head)
+        row_keys, row_multipliers = dropout.dropout_row_keys(seed_ptr, rows, batch_head)
         column_keys_ptr += batch_64 * column_strides[0] + head_64 * column_strides[1] + first_k
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -218,7 +218,7 @@ def attention_forward(
     num_heads = p.batch * p.nheads
     num_tiles = cdiv(p.seqlen_q, tile.block_m)
     with p.device_guard():
-        keys = column_keys(p)
+        keys = dropout.column_keys(p)
         attention_forward_kernel[(num_heads * num_tiles,)](
             p.q, p.k, p.v, out, lse, *p.index_tensors(), p.dropout_seed, keys,
             p.row_lists,
@@ -227,7 +227,7 @@ def attention_forward(
             p.seqlen_q, p.seqlen_k, num_tiles, heads_per_group(p), p.window, p.scale_log2,
             p.softcap, p.dropout_threshold, p.keep_scale, BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
-            KEY_REPEAT=key_repeat(tile), **p.flags(),
+            KEY_REPEAT=dropout.key_repeat(tile), **p.flags(),
             SCALE_IN_EXP=p.softmax_scale > 0 and not p.softcap and p.alibi_slopes is None,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip

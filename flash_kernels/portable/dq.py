@@ -6,8 +6,8 @@ The formulas are those of attention_backward.py.
 import triton
 import triton.language as tl
 
-from . import sparse, tiles
-from .launch import Problem, cdiv, heads_per_group, key_repeat
+from . import dropout, sparse, tiles
+from .launch import Problem, cdiv, heads_per_group
 from .tile_choice import Tile, choose_tile
 
 
@@ -49,7 +49,7 @@ def _accumulate_dq(
     col_begin = tile * BLOCK_N
     cols = col_begin + tl.arange(0, BLOCK_N)
     if HAS_DROPOUT:
-        column_keys = tiles.load_column_keys(
+        column_keys = dropout.load_column_keys(
             column_keys_ptr, cols, keys_end, BLOCK_N, MASKED, KEY_REPEAT
         )
     k = tiles.load_tile(
@@ -76,7 +76,7 @@ def _accumulate_dq(
     )  # [BLOCK_N, BLOCK_D]
     dprobs = tl.dot(dout, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
     if HAS_DROPOUT:
-        dprobs = tiles.drop(
+        dprobs = dropout.drop(
             dprobs, row_keys[:, None], row_multipliers[:, None], column_keys[None, :],
             dropout_threshold, PTX,
         )  # fmt: skip
@@ -216,6 +216,6 @@ def launch_dq(problem: Problem, dout, row_words, keys, dq, tile: Tile | None = N
         p.lse_strides, p.column_strides, p.alibi_stride_batch,
         p.nheads, p.group_size, num_heads, p.seqlen_q, p.seqlen_k, num_tiles, heads_per_group(p),
         p.window, p.scale_log2, p.softmax_scale, p.softcap, p.dropout_threshold, p.keep_scale,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, KEY_REPEAT=key_repeat(tile), **p.flags(),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, KEY_REPEAT=dropout.key_repeat(tile),
+        **p.flags(), num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

@@ -18,7 +18,6 @@ MAX_WINDOW = 2**30
 # Keys and values of the heads that run together should stay in the L2 cache (50 MB on H100, 40 MB
 # on A100).
 _GROUP_BYTES = 16 * 2**20
-_KEYS_BLOCK = 256
 
 
 class WalkedMask(NamedTuple):
@@ -163,52 +162,9 @@ class Problem:
         return contextlib.nullcontext()
 
 
-def column_keys(problem: Problem, multiple: int = 1) -> Tensor | None:
-    """int32 keys of the dropout mask, one a key and head (tiles.drop): None without dropout.
-
-    (batch, nheads, seqlen_k), the last dimension rounded up to a multiple of `multiple` with
-    anything in the rest, or (nheads, total_k). O(batch * nheads * seqlen_k) memory, made again in
-    the backward. The keys of the rows are made where they are used.
-    """
-    p = problem
-    if p.dropout_p == 0.0:
-        return None
-    *heads, length = p.column_shape
-    columns = cdiv(length, multiple) * multiple
-    keys = torch.empty((*heads, columns), dtype=torch.int32, device=p.q.device)
-    strides = (0, columns) if p.is_varlen else (p.nheads * columns, columns)
-    num_tiles = cdiv(p.seqlen_k, _KEYS_BLOCK)
-    if keys.numel() > 0:
-        tiles.column_keys_kernel[(p.batch * p.nheads * num_tiles,)](
-            p.dropout_seed, keys, p.cu_seqlens_k, strides, p.nheads, p.seqlen_k, num_tiles,
-            IS_VARLEN=p.is_varlen, BLOCK=_KEYS_BLOCK,
-        )  # fmt: skip
-    return keys
-
-
-def row_keys(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
-    """(keys, multipliers) of the rows of a dense call, int32 (batch, nheads, seqlen_q) each, for
-    kernels that cannot make them themselves; None without dropout."""
-    p = problem
-    if p.dropout_p == 0.0:
-        return None, None
-    keys = torch.empty(p.lse_shape, dtype=torch.int32, device=p.q.device)
-    multipliers = torch.empty_like(keys)
-    num_tiles = cdiv(p.seqlen_q, _KEYS_BLOCK)
-    tiles.row_keys_kernel[(p.batch * p.nheads * num_tiles,)](
-        p.dropout_seed, keys, multipliers, p.seqlen_q, num_tiles, BLOCK=_KEYS_BLOCK
-    )
-    return keys, multipliers
-
-
 def uses_ptx(device: torch.device) -> bool:
     """False for AMD GPUs and for the interpreter."""
     return device.type == "cuda" and torch.version.hip is None
-
-
-def key_repeat(tile: Tile) -> int:
-    """Width at which a kernel loads BLOCK_N column keys (tiles.load_column_keys)."""
-    return min(8, max(1, 32 * tile.num_warps // tile.block_n))
 
 
 def heads_per_group(problem: Problem) -> int:

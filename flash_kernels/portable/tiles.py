@@ -1,5 +1,5 @@
 """Jitted pieces that the forward and the backward share: program order, visible keys, score
-transform, dropout.
+transform.
 
 Conventions. `rows` are query positions and `cols` key positions within their sequence, int32,
 shaped for broadcasting ([M, 1] against [1, N] or the transpose), so that every piece works on S and
@@ -12,9 +12,6 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# Domains of the Philox counter, so that row keys and head keys never share a block.
-ROW_DOMAIN = tl.constexpr(0)
-HEAD_DOMAIN = tl.constexpr(1)
 
 
 @triton.jit
@@ -252,98 +249,3 @@ def load_alibi_slope(alibi_ptr, alibi_stride_batch, batch_index, head, HAS_ALIBI
         return tl.load(alibi_ptr + batch_index * alibi_stride_batch + head) * LOG2E
     else:
         return 0.0
-
-
-@triton.jit
-def drop(values, row_keys, row_multipliers, column_keys, threshold, PTX: tl.constexpr):
-    """`values` where the dropout mask keeps them, else 0.
-
-    Kept where column_key * row_multiplier + row_key > threshold (int32, wrapping): one multiply-add
-    and one comparison an element. Column keys are distinct and multipliers odd, so the words of a
-    row, and those of a column, are uniform and independent; threshold is round(dropout_p * 2^32) -
-    2^31 - 1.
-    """
-    words = column_keys * row_multipliers + row_keys
-    return where_greater(words, threshold, values, 0.0, PTX)
-
-
-@triton.jit
-def dropout_row_keys(seed_ptr, rows, batch_head):
-    """(key, odd multiplier) of query rows, int32: Philox words of (row, batch * nheads + head)."""
-    zeros = rows * 0
-    key, multiplier, _, _ = tl.philox(
-        tl.load(seed_ptr), rows, zeros + batch_head, zeros + ROW_DOMAIN, zeros
-    )
-    return key.to(tl.int32, bitcast=True), (multiplier | 1).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def load_column_keys(
-    column_keys_ptr, cols, end, BLOCK: tl.constexpr, CHECK: tl.constexpr, REPEAT: tl.constexpr
-):
-    """Keys of BLOCK columns, int32; 0 from `end` on if CHECK.
-
-    The load is REPEAT wide at the same address: with fewer elements than threads the compiler would
-    let every thread load all the columns of its part of the score matrix by itself.
-    """
-    copies = tl.arange(0, REPEAT)[None, :] * 0
-    ptrs = column_keys_ptr + cols[:, None] + copies
-    if CHECK:
-        keys = tl.load(ptrs, mask=cols[:, None] + copies < end, other=0)
-    else:
-        keys = tl.load(ptrs)
-    if REPEAT >= 8:
-        keys, _ = tl.split(tl.reshape(keys, [BLOCK, REPEAT // 2, 2]))
-    if REPEAT >= 4:
-        keys, _ = tl.split(tl.reshape(keys, [BLOCK, 2, 2]))
-    if REPEAT >= 2:
-        keys, _ = tl.split(keys)
-    else:
-        keys = tl.reshape(keys, [BLOCK])
-    return keys
-
-
-@triton.jit
-def row_keys_kernel(seed_ptr, keys_ptr, multipliers_ptr, seqlen_q, num_tiles, BLOCK: tl.constexpr):
-    """dropout_row_keys of every row, (batch * nheads, seqlen_q). Grid: (heads * num_tiles,)."""
-    batch_head = tl.program_id(0) // num_tiles
-    rows = (tl.program_id(0) % num_tiles) * BLOCK + tl.arange(0, BLOCK)
-    keys, multipliers = dropout_row_keys(seed_ptr, rows, batch_head)
-    offsets = batch_head.to(tl.int64) * seqlen_q + rows
-    tl.store(keys_ptr + offsets, keys, mask=rows < seqlen_q)
-    tl.store(multipliers_ptr + offsets, multipliers, mask=rows < seqlen_q)
-
-
-@triton.jit
-def column_keys_kernel(
-    seed_ptr, column_keys_ptr, cu_seqlens_k_ptr, column_strides, nheads, seqlen_k, num_tiles,
-    IS_VARLEN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Column keys of the dropout mask, int32: a bijection of the column, keyed by Philox words of
-    the head, so that no two columns of a head ever share one.
-    """
-    pid = tl.program_id(0)
-    batch_head = pid // num_tiles
-    batch_index = batch_head // nheads
-    head = (batch_head % nheads).to(tl.int64)
-    positions = (pid % num_tiles) * BLOCK + tl.arange(0, BLOCK)
-    seed = tl.load(seed_ptr)
-    first_k, length_k = sequence_range(cu_seqlens_k_ptr, batch_index, seqlen_k, IS_VARLEN)
-
-    zeros = positions * 0
-    key_0, key_1, key_2, key_3 = tl.philox(
-        seed, zeros, zeros + batch_head, zeros + HEAD_DOMAIN, zeros
-    )
-    mixed = positions.to(tl.uint32, bitcast=True) ^ key_0
-    mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D + key_1
-    mixed = (mixed ^ (mixed >> 15)) * 0x846CA68B + key_2
-    mixed = (mixed ^ (mixed >> 16)) * 0x9E3779B1 + key_3
-    mixed = mixed ^ (mixed >> 15)
-    column_offset = (
-        batch_index.to(tl.int64) * column_strides[0] + head * column_strides[1] + first_k
-    )
-    tl.store(
-        column_keys_ptr + column_offset + positions,
-        mixed.to(tl.int32, bitcast=True),
-        mask=positions < length_k,
-    )

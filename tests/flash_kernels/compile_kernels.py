@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from flash_kernels.portable import attention_backward, attention_forward, dq
-from flash_kernels.portable.launch import key_repeat
+from flash_kernels.portable.dropout import key_repeat
 from flash_kernels.portable.tile_choice import Tile, family_of_capability, table_tile
 
 _KERNELS = {

@@ -1,0 +1,160 @@
+"""Dropout of attention probabilities: a mask that is a function of (seed, batch, head, row,
+column), so that the backward makes it again instead of reading it.
+
+A row has a key and an odd multiplier, a column a key; one multiply-add of the three and one
+comparison decide an element. Rows make their words where they are used; the keys of the columns are
+made once a call, because every row tile reads them all. reference.dropout_keep_mask is the same in
+plain PyTorch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tiles
+from .launch import Problem, cdiv
+from .tile_choice import Tile
+
+# Domains of the Philox counter, so that row keys and head keys never share a block.
+ROW_DOMAIN = tl.constexpr(0)
+HEAD_DOMAIN = tl.constexpr(1)
+_KEYS_BLOCK = 256
+
+
+@triton.jit
+def drop(values, row_keys, row_multipliers, column_keys, threshold, PTX: tl.constexpr):
+    """`values` where the dropout mask keeps them, else 0.
+
+    Kept where column_key * row_multiplier + row_key > threshold (int32, wrapping): one multiply-add
+    and one comparison an element. Column keys are distinct and multipliers odd, so the words of a
+    row, and those of a column, are uniform and independent; threshold is round(dropout_p * 2^32) -
+    2^31 - 1.
+    """
+    words = column_keys * row_multipliers + row_keys
+    return tiles.where_greater(words, threshold, values, 0.0, PTX)
+
+
+@triton.jit
+def dropout_row_keys(seed_ptr, rows, batch_head):
+    """(key, odd multiplier) of query rows, int32: Philox words of (row, batch * nheads + head)."""
+    zeros = rows * 0
+    key, multiplier, _, _ = tl.philox(
+        tl.load(seed_ptr), rows, zeros + batch_head, zeros + ROW_DOMAIN, zeros
+    )
+    return key.to(tl.int32, bitcast=True), (multiplier | 1).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def load_column_keys(
+    column_keys_ptr, cols, end, BLOCK: tl.constexpr, CHECK: tl.constexpr, REPEAT: tl.constexpr
+):
+    """Keys of BLOCK columns, int32; 0 from `end` on if CHECK.
+
+    The load is REPEAT wide at the same address: with fewer elements than threads the compiler would
+    let every thread load all the columns of its part of the score matrix by itself.
+    """
+    copies = tl.arange(0, REPEAT)[None, :] * 0
+    ptrs = column_keys_ptr + cols[:, None] + copies
+    if CHECK:
+        keys = tl.load(ptrs, mask=cols[:, None] + copies < end, other=0)
+    else:
+        keys = tl.load(ptrs)
+    if REPEAT >= 8:
+        keys, _ = tl.split(tl.reshape(keys, [BLOCK, REPEAT // 2, 2]))
+    if REPEAT >= 4:
+        keys, _ = tl.split(tl.reshape(keys, [BLOCK, 2, 2]))
+    if REPEAT >= 2:
+        keys, _ = tl.split(keys)
+    else:
+        keys = tl.reshape(keys, [BLOCK])
+    return keys
+
+
+@triton.jit
+def row_keys_kernel(seed_ptr, keys_ptr, multipliers_ptr, seqlen_q, num_tiles, BLOCK: tl.constexpr):
+    """dropout_row_keys of every row, (batch * nheads, seqlen_q). Grid: (heads * num_tiles,)."""
+    batch_head = tl.program_id(0) // num_tiles
+    rows = (tl.program_id(0) % num_tiles) * BLOCK + tl.arange(0, BLOCK)
+    keys, multipliers = dropout_row_keys(seed_ptr, rows, batch_head)
+    offsets = batch_head.to(tl.int64) * seqlen_q + rows
+    tl.store(keys_ptr + offsets, keys, mask=rows < seqlen_q)
+    tl.store(multipliers_ptr + offsets, multipliers, mask=rows < seqlen_q)
+
+
+@triton.jit
+def column_keys_kernel(
+    seed_ptr, column_keys_ptr, cu_seqlens_k_ptr, column_strides, nheads, seqlen_k, num_tiles,
+    IS_VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Column keys of the dropout mask, int32: a bijection of the column, keyed by Philox words of
+    the head, so that no two columns of a head ever share one.
+    """
+    pid = tl.program_id(0)
+    batch_head = pid // num_tiles
+    batch_index = batch_head // nheads
+    head = (batch_head % nheads).to(tl.int64)
+    positions = (pid % num_tiles) * BLOCK + tl.arange(0, BLOCK)
+    seed = tl.load(seed_ptr)
+    first_k, length_k = tiles.sequence_range(cu_seqlens_k_ptr, batch_index, seqlen_k, IS_VARLEN)
+
+    zeros = positions * 0
+    key_0, key_1, key_2, key_3 = tl.philox(
+        seed, zeros, zeros + batch_head, zeros + HEAD_DOMAIN, zeros
+    )
+    mixed = positions.to(tl.uint32, bitcast=True) ^ key_0
+    mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D + key_1
+    mixed = (mixed ^ (mixed >> 15)) * 0x846CA68B + key_2
+    mixed = (mixed ^ (mixed >> 16)) * 0x9E3779B1 + key_3
+    mixed = mixed ^ (mixed >> 15)
+    column_offset = (
+        batch_index.to(tl.int64) * column_strides[0] + head * column_strides[1] + first_k
+    )
+    tl.store(
+        column_keys_ptr + column_offset + positions,
+        mixed.to(tl.int32, bitcast=True),
+        mask=positions < length_k,
+    )
+
+
+def column_keys(problem: Problem, multiple: int = 1) -> Tensor | None:
+    """int32 keys of the dropout mask, one a key and head (drop): None without dropout.
+
+    (batch, nheads, seqlen_k), the last dimension rounded up to a multiple of `multiple` with
+    anything in the rest, or (nheads, total_k). O(batch * nheads * seqlen_k) memory, made again in
+    the backward. The keys of the rows are made where they are used.
+    """
+    p = problem
+    if p.dropout_p == 0.0:
+        return None
+    *heads, length = p.column_shape
+    columns = cdiv(length, multiple) * multiple
+    keys = torch.empty((*heads, columns), dtype=torch.int32, device=p.q.device)
+    strides = (0, columns) if p.is_varlen else (p.nheads * columns, columns)
+    num_tiles = cdiv(p.seqlen_k, _KEYS_BLOCK)
+    if keys.numel() > 0:
+        column_keys_kernel[(p.batch * p.nheads * num_tiles,)](
+            p.dropout_seed, keys, p.cu_seqlens_k, strides, p.nheads, p.seqlen_k, num_tiles,
+            IS_VARLEN=p.is_varlen, BLOCK=_KEYS_BLOCK,
+        )  # fmt: skip
+    return keys
+
+
+def row_keys(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
+    """(keys, multipliers) of the rows of a dense call, int32 (batch, nheads, seqlen_q) each, for
+    kernels that cannot make them themselves; None without dropout."""
+    p = problem
+    if p.dropout_p == 0.0:
+        return None, None
+    keys = torch.empty(p.lse_shape, dtype=torch.int32, device=p.q.device)
+    multipliers = torch.empty_like(keys)
+    num_tiles = cdiv(p.seqlen_q, _KEYS_BLOCK)
+    row_keys_kernel[(p.batch * p.nheads * num_tiles,)](
+        p.dropout_seed, keys, multipliers, p.seqlen_q, num_tiles, BLOCK=_KEYS_BLOCK
+    )
+    return keys, multipliers
+
+
+def key_repeat(tile: Tile) -> int:
+    """Width at which a kernel loads BLOCK_N column keys (load_column_keys)."""
+    return min(8, max(1, 32 * tile.num_warps // tile.block_n))
