@@ -1,0 +1,104 @@
+"""Numbers printed in the FlashAttention paper (arXiv 2205.14135v2), as far as scripts/reproduce.py
+measures them again."""
+
+SEQLENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+_ = None  # out of memory, or not printed
+
+# Tables 9 to 20: milliseconds on an A100 40 GB, batch 16, 8 heads of 64, fp16.
+# (dropout, key padding) -> direction -> implementation -> one number a length.
+RUNTIME_MS = {
+    (True, True): {
+        "forward": {
+            "pytorch": (0.36, 0.34, 0.78, 2.54, 9.33, 36.33, _, _, _, _),
+            "flash": (0.04, 0.06, 0.21, 0.82, 2.85, 10.41, 41.74, 167.19, 670.76, 2682.35),
+            "block_sparse": (0.06, 0.06, 0.06, 0.12, 0.44, 0.86, 1.70, 3.29, 6.55, 13.34),
+        },
+        "backward": {
+            "pytorch": (0.37, 0.49, 1.66, 5.81, 22.32, 87.67, _, _, _, _),
+            "flash": (0.30, 0.26, 0.68, 2.02, 6.84, 26.89, 105.70, 418.96, 1666.89, 6660.44),
+            "block_sparse": (0.30, 0.27, 0.29, 0.59, 1.50, 2.94, 5.82, 11.85, 23.98, 47.61),
+        },
+        "both": {
+            "pytorch": (0.84, 0.86, 2.35, 8.29, 31.75, 124.19, _, _, _, _),
+            "flash": (0.43, 0.41, 0.95, 2.55, 9.56, 37.49, 147.75, 586.61, 2339.11, 9341.30),
+            "block_sparse": (0.44, 0.44, 0.45, 0.89, 1.95, 4.12, 7.64, 16.60, 32.73, 64.11),
+        },
+    },
+    (False, True): {
+        "forward": {
+            "pytorch": (0.30, 0.30, 0.63, 1.93, 7.08, 27.45, 112.90, _, _, _),
+            "flash": (0.03, 0.04, 0.17, 0.68, 2.28, 8.40, 33.55, 134.14, 537.50, 2150.88),
+            "block_sparse": (0.05, 0.04, 0.05, 0.11, 0.35, 0.68, 1.33, 2.54, 5.34, 10.73),
+        },
+        "backward": {
+            "pytorch": (0.44, 0.46, 1.53, 5.33, 20.34, 79.87, _, _, _, _),
+            "flash": (0.21, 0.22, 0.62, 1.84, 5.77, 22.25, 86.21, 338.91, 1343.91, 5361.09),
+            "block_sparse": (0.22, 0.22, 0.26, 0.57, 1.55, 3.13, 5.98, 12.21, 23.49, 47.85),
+        },
+        "both": {
+            "pytorch": (0.80, 0.81, 2.08, 7.23, 27.51, 107.58, _, _, _, _),
+            "flash": (0.32, 0.30, 0.83, 2.37, 7.95, 30.77, 119.98, 473.65, 1883.43, 7513.01),
+            "block_sparse": (0.34, 0.34, 0.36, 0.69, 1.85, 3.89, 7.16, 14.85, 30.46, 60.03),
+        },
+    },
+    (True, False): {
+        "forward": {
+            "pytorch": (0.26, 0.24, 0.57, 1.80, 6.56, 25.34, _, _, _, _),
+            "flash": (0.10, 0.10, 0.22, 0.83, 2.81, 10.38, 41.63, 167.01, 668.74, 2678.11),
+            "block_sparse": (0.54, 0.51, 0.68, 0.61, 0.67, 1.10, 1.89, 3.71, 7.18, 14.41),
+        },
+        "backward": {
+            "pytorch": (0.44, 0.35, 0.90, 2.94, 10.77, 41.67, _, _, _, _),
+            "flash": (0.15, 0.18, 0.58, 1.86, 6.50, 26.21, 104.27, 416.10, 1661.92, 6643.01),
+            "block_sparse": (0.17, 0.17, 0.17, 0.40, 1.10, 2.04, 4.43, 9.33, 18.28, 37.31),
+        },
+        "both": {
+            "pytorch": (0.66, 0.67, 1.43, 4.82, 17.47, 67.29, _, _, _, _),
+            "flash": (0.35, 0.36, 0.80, 2.52, 9.16, 36.70, 146.13, 583.45, 2332.01, 9323.63),
+            "block_sparse": (0.91, 0.83, 0.94, 0.92, 1.83, 3.50, 7.02, 13.56, 26.71, 53.92),
+        },
+    },
+    (False, False): {
+        "forward": {
+            "pytorch": (0.21, 0.22, 0.43, 1.27, 4.32, 16.47, 67.77, _, _, _),
+            "flash": (0.08, 0.09, 0.18, 0.68, 2.40, 8.42, 33.54, 134.03, 535.95, 2147.05),
+            "block_sparse": (0.56, 0.52, 0.63, 0.65, 0.61, 0.96, 1.69, 3.02, 5.69, 11.77),
+        },
+        "backward": {
+            "pytorch": (0.26, 0.29, 0.78, 2.44, 8.82, 33.87, _, _, _, _),
+            "flash": (0.11, 0.16, 0.52, 1.62, 5.45, 21.57, 84.75, 336.00, 1338.56, 5343.19),
+            "block_sparse": (0.11, 0.12, 0.16, 0.38, 1.20, 2.34, 4.69, 9.10, 18.74, 37.04),
+        },
+        "both": {
+            "pytorch": (0.67, 0.70, 1.18, 3.67, 13.22, 50.44, _, _, _, _),
+            "flash": (0.31, 0.31, 0.73, 2.29, 7.64, 30.09, 118.50, 470.51, 1876.08, 7492.85),
+            "block_sparse": (0.74, 0.77, 0.82, 0.88, 1.71, 3.21, 6.56, 12.60, 24.93, 50.39),
+        },
+    },
+}
+# Table 21: MB of a forward and backward without dropout and padding.
+MEMORY_MB = {
+    "pytorch": (36, 104, 336, 1184, 4416, 17024, _, _, _, _),
+    "flash": (22, 44, 104, 209, 418, 836, 1672, 3344, 6688, 13376),
+    "block_sparse": (22, 44, 104, 209, 418, 836, 1672, 3344, 6690, 13384),
+}
+# name -> (dropout, key padding), direction
+RUNTIME_TABLES = {
+    f"table{9 + 3 * i + j}": (options, direction)
+    for i, options in enumerate(RUNTIME_MS)
+    for j, direction in enumerate(("forward", "backward", "both"))
+}
+# What a training table says, and the commands that train its rows (hours to weeks on a GPU).
+TRAINING = {
+    "table2": {
+        "GPT-2 small, OpenWebText: perplexity 18.2, 2.7 days on 8 A100, 3.5x HuggingFace":
+            "python train.py experiment=gpt2_1k trainer=ddp",
+        "GPT-2 medium, OpenWebText: perplexity 14.3, 6.9 days on 8 A100, 3.0x HuggingFace":
+            "python train.py experiment=gpt2_medium_1k trainer=ddp",
+    },
+    "table4": {
+        "1K context: perplexity 18.2, 2.7 days": "python train.py experiment=gpt2_1k trainer=ddp",
+        "2K context: perplexity 17.6, 3.0 days": "python train.py experiment=gpt2_2k trainer=ddp",
+        "4K context: perplexity 17.5, 3.6 days": "python train.py experiment=gpt2_4k trainer=ddp",
+    },
+}  # fmt: skip

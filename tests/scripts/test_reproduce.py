@@ -1,0 +1,59 @@
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from scripts import paper_numbers, reproduce
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_tables_are_the_twelve_of_the_paper():
+    assert list(paper_numbers.RUNTIME_TABLES) == [f"table{i}" for i in range(9, 21)]
+    assert paper_numbers.RUNTIME_TABLES["table9"] == ((True, True), "forward")
+    assert paper_numbers.RUNTIME_TABLES["table20"] == ((False, False), "both")
+    for directions in paper_numbers.RUNTIME_MS.values():
+        for table in directions.values():
+            for row in table.values():
+                assert len(row) == len(paper_numbers.SEQLENS)
+                printed = [n for n in row if n is not None]
+                # Tables 9 to 20 print times that grow with the length from 2K on.
+                assert printed[4:] == sorted(printed[4:])
+
+
+def test_combined_times_of_flash_are_the_sum_of_both_directions():
+    """Within 15 %, the spread of the paper's own tables: a mistyped digit would stand out."""
+    for directions in paper_numbers.RUNTIME_MS.values():
+        for at in range(3, 10):
+            forward, backward, both = (
+                directions[d]["flash"][at] for d in ("forward", "backward", "both")
+            )
+            assert both == pytest.approx(forward + backward, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "ours,paper,word",
+    [(3.0, 2.0, "better"), (2.1, 2.0, "reproduced"), (1.85, 2.0, "reproduced"),
+     (1.5, 2.0, "worse"), (None, 2.0, "not measured"), (2.0, None, "no ratio in the paper")],
+)  # fmt: skip
+def test_verdict(ours, paper, word):
+    assert reproduce.verdict(ours, paper).startswith(word)
+
+
+def test_show_compares_ratios_with_the_paper():
+    """At 1K the paper's combined times with dropout and padding: 8.29 / 2.55 = 3.25."""
+    times = {"pytorch": 10.0, "flash": 2.0, "block_sparse": 1.0}
+    row = {"seqlen": 1024, **{i: {"both": t} for i, t in times.items()}}
+    verdicts = reproduce.show("table11", [row], Console(file=io.StringIO(), width=150))
+    flash = verdicts[1]
+    assert flash["impl"] == "flash" and flash["here_ratio"] == 5.0
+    assert flash["paper_ratio"] == pytest.approx(3.25, abs=0.01) and flash["verdict"] == "better"
+
+
+def test_training_tables_name_their_commands():
+    command = [sys.executable, "-m", "scripts.reproduce", "table4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "python train.py experiment=gpt2_4k trainer=ddp" in done.stdout
