@@ -56,13 +56,15 @@ def choose_family(problem: Problem, kernel: str | None, direction: str) -> str:
 def is_faster(problem: Problem, direction: str) -> bool:
     """Whether hopper was the faster family on an H200 (python -m scripts.benchmark_attention).
 
-    At headdim 128 always. At 64 the portable kernels are ahead with dropout, but for the backward
+    At headdim 128 always. At 64 (40 to 64 are padded to it) the portable kernels are ahead with dropout, but for the backward
     of full attention, and in short rows: causal ones have half the work to hide the start of the
     pipeline behind.
     """
     p = problem
     if p.headdim > 64:
         return True
+    if p.headdim <= 32:
+        return False  # hopper would compute 64 columns
     if p.dropout_p > 0.0:
         return direction == "backward" and not p.has_right
     shortest = 8192 if p.has_right and direction == "forward" else 2048

@@ -109,6 +109,8 @@ def test_short_rows_and_dropout_at_headdim_64_take_the_portable_forward():
         (dict(seqlen_k=8192, dropout_p=0.1, dropout_seed=seed), "portable", "hopper"),
         (dict(seqlen_k=8192, window_right=0, dropout_p=0.1, dropout_seed=seed), *["portable"] * 2),
         (dict(seqlen_k=64, headdim=128), "hopper", "hopper"),
+        (dict(seqlen_k=8192, headdim=40), "hopper", "hopper"),
+        (dict(seqlen_k=8192, headdim=32), "portable", "portable"),
     ):
         call = problem(**options)
         assert rule.choose_family(call, None, "forward") == forward, options
