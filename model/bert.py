@@ -176,7 +176,12 @@ class BERT(nn.Module):
         if input_ids.dim() == 2 and cu_seqlens is None and max_seqlen is None:
             longest, position_ids = input_ids.shape[1], None
             attend = partial(self.attention, lengths_k=lengths)
-        elif input_ids.dim() == 1 and None not in (cu_seqlens, max_seqlen) and lengths is None:
+        elif (
+            input_ids.dim() == 1
+            and cu_seqlens is not None
+            and max_seqlen is not None
+            and lengths is None
+        ):
             longest, position_ids = max_seqlen, packed_positions(cu_seqlens, len(input_ids))
             attend = partial(
                 self.packed_attention,

@@ -82,6 +82,40 @@ def load_bert(
     return model
 
 
+def load_bert_into(
+    model: BERT, source: str | os.PathLike, *, skip: Sequence[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Give a model the weights of a checkpoint (load_bert's sources); the start of a fine-tune.
+
+    The position table is resized to the model's max_seqlen; dropouts are the model's. A head that
+    only one of the two has stays as the model made it, or is left out.
+
+    Returns:
+        Names of the model's tensors that the checkpoint has not, and of its tensors left out.
+
+    Raises:
+        ValueError: the checkpoint is of another shape; names all differences. And what load_bert
+            raises.
+    """
+    own = model.config
+    loaded = load_bert(
+        source, max_seqlen=own["max_seqlen"], vocab_multiple=own["vocab_multiple"], skip=skip
+    )
+    free = {"resid_dropout", "attn_dropout", "pooler", "mlm_head", "nsp_head"}
+    differences = [
+        f"{key} is {loaded.config[key]!r} in the checkpoint and {value!r} in the model"
+        for key, value in own.items()
+        if key not in free and loaded.config[key] != value
+    ]
+    if differences:
+        raise ValueError(
+            f"the model must be of the checkpoint's kind: {'; '.join(differences)}; "
+            "set the model's configuration to the checkpoint's"
+        )
+    missing, unexpected = model.load_state_dict(loaded.state_dict(), strict=False)
+    return missing, unexpected
+
+
 def export_bert(model: BERT, folder: str | os.PathLike, *, tokenizer: object | None = None) -> Path:
     """Write a folder that transformers' from_pretrained loads.
 

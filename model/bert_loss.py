@@ -4,6 +4,7 @@ As in loss.py, callers add sums and counts over micro-batches and ranks, then di
 total loss is MLM sum / masked tokens + NSP sum / pairs.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -74,10 +75,10 @@ def mlm_loss(
     if len(pieces) == 1:  # nothing to save
         sums = [chunk_loss(*pieces[0])]
     else:
-        sums = [checkpoint(chunk_loss, *piece, use_reentrant=False) for piece in pieces]
+        options = {"use_reentrant": False, "preserve_rng_state": False}  # no dropout in the decoder
+        sums = [checkpoint(chunk_loss, *piece, **options) for piece in pieces]
     losses, correct = zip(*sums, strict=True)
-    num_masked = torch.tensor(len(positions), device=labels.device)
-    return torch.stack(losses).sum(), num_masked, torch.stack(correct).sum()
+    return torch.stack(losses).sum(), (labels != IGNORE).sum(), torch.stack(correct).sum()
 
 
 def nsp_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,3 +123,33 @@ def mean_loss(sums: Sums) -> Tensor:
         sums.nsp_loss / sums.num_pairs.clamp(min=1),
     )
     return sum(means)
+
+
+def micro_batches(batch: dict, num_sequences: int) -> Iterator[dict]:
+    """A batch in pieces of at most num_sequences sequences, as views; their Sums add up to its own.
+
+    Args:
+        batch: as bert_loss takes it, padded or packed. The boundaries of packed sequences are read
+            on the host: one wait, where they are on a GPU.
+        num_sequences: at least 1.
+
+    Raises:
+        ValueError: num_sequences < 1.
+    """
+    if num_sequences < 1:
+        raise ValueError(f"num_sequences must be at least 1, got {num_sequences}")
+    cu_seqlens = batch.get("cu_seqlens")
+    total = len(batch["input_ids"]) if cu_seqlens is None else len(cu_seqlens) - 1
+    ends = range(total + 1) if cu_seqlens is None else cu_seqlens.tolist()
+    for start in range(0, total, num_sequences):
+        stop = min(start + num_sequences, total)
+        sequences, rows = slice(start, stop), slice(ends[start], ends[stop])
+        piece = {}
+        for key, value in batch.items():
+            if key == "cu_seqlens":
+                piece[key] = value[start : stop + 1] - value[start]
+            elif key == "max_seqlen":
+                piece[key] = value
+            else:
+                piece[key] = value[sequences if key in ("lengths", "nsp_labels") else rows]
+        yield piece

@@ -3,7 +3,15 @@ import torch
 
 from model.bert import BERT
 from model.bert_files import load_bert
-from model.bert_loss import bert_loss, masked_positions, mean_loss, mlm_loss, nsp_loss
+from model.bert_loss import (
+    Sums,
+    bert_loss,
+    masked_positions,
+    mean_loss,
+    micro_batches,
+    mlm_loss,
+    nsp_loss,
+)
 from model.varlen import pack
 
 SIZES = {"vocab_size": 61, "max_seqlen": 16, "depth": 2, "dim": 24, "nheads": 3}
@@ -102,6 +110,35 @@ def test_chunks_change_nothing(chunk_tokens):
     for a, b in zip((*whole, *whole_grads), (*sums, *grads), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert sums.num_masked == (batch["labels"] != -100).sum() and sums.num_pairs == 4
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3, 9])
+@pytest.mark.parametrize("form", [dict, packed])
+def test_micro_batches_add_up(num_sequences, form):
+    model, batch = make_model(), form(make_batch())
+    pieces = list(micro_batches(batch, num_sequences))
+    assert [len(piece["nsp_labels"]) for piece in pieces] == {
+        1: [1, 1, 1, 1],
+        3: [3, 1],
+        9: [4],
+    }[num_sequences]
+    with torch.no_grad():
+        whole = bert_loss(model, batch)
+        sums = Sums(*(sum(x) for x in zip(*(bert_loss(model, p) for p in pieces), strict=True)))
+    for a, b in zip(whole, sums, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="num_sequences must be at least 1"):
+        next(micro_batches(batch, 0))
+
+
+@pytest.mark.parametrize("form", [dict, packed])
+def test_autocast_keeps_losses_in_float32(form):
+    model, batch = make_model(), form(make_batch())
+    exact = bert_loss(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        sums = bert_loss(model, batch)
+    assert sums.mlm_loss.dtype == sums.nsp_loss.dtype == torch.float32
+    torch.testing.assert_close(mean_loss(sums), mean_loss(exact), rtol=0.05, atol=0)
 
 
 def test_counts_of_correct_predictions():
