@@ -183,6 +183,9 @@ class CausalLMData(lightning.LightningDataModule):
                     f"{store.manifest['tokenizer']['name']!r}: prepare it again"
                 )
             self._store = store
+        self._check_samples()
+
+    def _check_samples(self) -> None:
         if self.num_samples < 1:
             raise ValueError(
                 f"the training split must hold at least seqlen + 1 = {self.seqlen + 1} tokens, got "
@@ -218,8 +221,7 @@ class CausalLMData(lightning.LightningDataModule):
                 "seed, or start a new run from the weights alone"
             )
         rank, world_size = self._world()
-        steps = _TrainSteps(
-            self.store,
+        steps = self._train_steps(
             seqlen=self.seqlen,
             position=self.position,
             batch_size=self.batch_size,
@@ -229,12 +231,18 @@ class CausalLMData(lightning.LightningDataModule):
         )
         return self._loader(steps, self._num_workers)
 
+    def _train_steps(self, **options: Any) -> TrainSteps:
+        return TrainSteps(self.store, **options)
+
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
         """Empty if nothing is held out."""
+        batches = self._val_batches(*self._world())
+        return [] if batches is None else self._loader(batches, 0)
+
+    def _val_batches(self, rank: int, world_size: int) -> Dataset | None:
         if not self.num_val_tokens:
-            return []
-        rank, world_size = self._world()
-        batches = _ValBatches(
+            return None
+        return _ValBatches(
             self.store,
             seqlen=self.seqlen,
             batch_size=self._val_batch_size,
@@ -242,7 +250,6 @@ class CausalLMData(lightning.LightningDataModule):
             rank=rank,
             world_size=world_size,
         )
-        return self._loader(batches, 0)
 
     def test_dataloader(self) -> DataLoader | list[DataLoader]:
         """The validation windows: the paper's code has no third split either."""
@@ -303,7 +310,7 @@ def unigram_perplexity(train_counts: np.ndarray, val_ids: np.ndarray) -> float:
     return math.exp(-float(val_counts @ log_probs) / len(val_ids))
 
 
-class _TrainSteps(IterableDataset):
+class TrainSteps(IterableDataset):
     """Endless: this process's share of one optimizer step after another."""
 
     def __init__(

@@ -18,11 +18,13 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from data.wordpiece import BERT_UNCASED, WordPiece, load_wordpiece
+
 EOT_TEXT = "<|endoftext|>"
 GPT2_RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 # GPT-2's pre-tokenizer with possessive repeats: the same pieces, no backtracking on long runs.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-TOKENIZER_NAMES = ("gpt2",)
+TOKENIZER_NAMES = ("gpt2", BERT_UNCASED)
 
 
 class Tokenizer:
@@ -139,14 +141,16 @@ class Tokenizer:
 
 
 @functools.cache
-def load_tokenizer(name: str = "gpt2") -> Tokenizer:
-    """The tokenizer called `name`, checked against the published hash of its ranks.
+def load_tokenizer(name: str = "gpt2") -> Tokenizer | WordPiece:
+    """The tokenizer called `name`, checked against the published hash of its ranks or vocabulary.
 
     Raises:
         ValueError: the name is unknown, or the packaged ranks were altered.
     """
     if name not in TOKENIZER_NAMES:
         raise ValueError(f"tokenizer must be one of {', '.join(TOKENIZER_NAMES)}, got {name!r}")
+    if name == BERT_UNCASED:
+        return load_wordpiece(name)
     raw = lzma.decompress((Path(__file__).parent / "assets" / "gpt2.tiktoken.xz").read_bytes())
     sha256 = hashlib.sha256(raw).hexdigest()
     if sha256 != GPT2_RANKS_SHA256:
@@ -169,7 +173,9 @@ _EXACT_CUT = re.compile(r"\S(?=[ \t\n\r])|[0-9](?=[A-Za-z])|[A-Za-z](?=[0-9])")
 def last_exact_cut(text: str, window: int = 4096) -> int:
     """The largest `cut` with encode(text) == encode(text[:cut]) + encode(text[cut:]), 0 if none.
 
-    Only the last `window` characters, then the whole text, are searched.
+    True of GPT-2's pieces; WordPiece may spell a word of digits and letters that is cut another way
+    (a document is cut once in four million characters). Only the last `window` characters, then the
+    whole text, are searched.
     """
     for start in (max(0, len(text) - window), 0):
         cut = 0

@@ -60,7 +60,9 @@ def _key_map(depth: int) -> dict[str, tuple[str, bool]]:
     return {**_TOP_KEYS, **blocks}
 
 
-def strip_prefixes(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def strip_prefixes(
+    state: dict[str, Tensor], prefixes: tuple[str, ...] = _PREFIXES
+) -> dict[str, Tensor]:
     """The state dict without the prefixes that wrappers put before its keys.
 
     Raises:
@@ -69,7 +71,7 @@ def strip_prefixes(state: dict[str, Tensor]) -> dict[str, Tensor]:
     stripped = {}
     for key, value in state.items():
         short = key
-        while prefix := next((p for p in _PREFIXES if short.startswith(p)), None):
+        while prefix := next((p for p in prefixes if short.startswith(p)), None):
             short = short.removeprefix(prefix)
         if short in stripped:
             raise ValueError(f"{key} and another key both mean {short}; keep one of them")
@@ -77,8 +79,8 @@ def strip_prefixes(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return stripped
 
 
-def _check_keys(found: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], what: str) -> None:
-    """Raise one error that names every missing, unexpected and misshapen tensor."""
+def check_keys(found: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], what: str) -> None:
+    """Raise one ValueError that names every missing, unexpected and misshapen tensor."""
     wrong = [f"missing {key} {shape}" for key, shape in shapes.items() if key not in found]
     wrong += [f"unexpected {k} {tuple(t.shape)}" for k, t in found.items() if k not in shapes]
     wrong += [
@@ -191,7 +193,7 @@ def to_hf(state: dict[str, Tensor], config: dict) -> dict[str, Tensor]:
         ValueError: keys are missing, unexpected or of another shape.
     """
     state = strip_prefixes(state)
-    _check_keys(state, _shapes(config, padded=True), "the weights")
+    check_keys(state, _shapes(config, padded=True), "the weights")
     tensors = {}
     for ours, (theirs, transposed) in _key_map(config["depth"]).items():
         if ours in state:
@@ -227,7 +229,7 @@ def from_hf(state: dict[str, Tensor], config: dict) -> dict[str, Tensor]:
         key_map[ours][0]: shape[::-1] if key_map[ours][1] else shape
         for ours, shape in _shapes(config, padded=False).items()
     }
-    _check_keys(state, shapes, "the checkpoint's weights")
+    check_keys(state, shapes, "the checkpoint's weights")
     converted = {
         ours: state[theirs].T.contiguous() if transposed else state[theirs]
         for ours, (theirs, transposed) in key_map.items()
@@ -392,5 +394,5 @@ def _read_saved(path: Path) -> tuple[dict, dict[str, Tensor]]:
             "folder of a Hugging Face model instead of its file"
         )
     config, state = json.loads(config), safetensors.torch.load_file(path)
-    _check_keys(state, _shapes(config, padded=True), f"the weights of {path}")
+    check_keys(state, _shapes(config, padded=True), f"the weights of {path}")
     return config, state

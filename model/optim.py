@@ -5,14 +5,19 @@ import math
 from torch import nn
 from torch.optim import AdamW
 
+from model.lamb import LAMB
+
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 
 
-def param_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+def param_groups(
+    model: nn.Module, weight_decay: float, *, decay_embeddings: bool = False
+) -> list[dict]:
     """Optimizer groups: matrices decay; biases, norms and embeddings do not.
 
     A weight shared by an embedding and a linear layer counts once, as an embedding. Frozen
     parameters are left out. Order is by name, so optimizer states of two processes line up.
+    decay_embeddings: embeddings decay too, as in BERT's recipes.
 
     Returns:
         [{"params": [...], "weight_decay": weight_decay}, {"params": [...], "weight_decay": 0.0}],
@@ -24,9 +29,10 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     if weight_decay < 0.0:
         raise ValueError(f"weight_decay must be at least 0, got {weight_decay}")
     undecayed = set()
+    exempt = _NORMS if decay_embeddings else (nn.Embedding, *_NORMS)
     for module in model.modules():
         for param in module.parameters(recurse=False):
-            if param.ndim < 2 or isinstance(module, (nn.Embedding, *_NORMS)):
+            if param.ndim < 2 or isinstance(module, exempt):
                 undecayed.add(id(param))
     trainable = [p for _, p in sorted(model.named_parameters()) if p.requires_grad]
     if not trainable:
@@ -50,6 +56,27 @@ def adamw(
     """AdamW over param_groups(model); the defaults but lr are the paper's (GPT-2, appendix E)."""
     groups = param_groups(model, weight_decay)
     return AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=fused)
+
+
+def lamb(
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+    adapt_undecayed: bool = False,
+) -> LAMB:
+    """LAMB over param_groups(model), embeddings decay too; the defaults but lr are MLPerf's."""
+    groups = param_groups(model, weight_decay, decay_embeddings=True)
+    return LAMB(
+        groups,
+        lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        adapt_undecayed=adapt_undecayed,
+    )
 
 
 def _warmup_then(step: int, warmup_steps: int, total_steps: int) -> tuple[float, float]:

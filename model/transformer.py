@@ -45,15 +45,21 @@ class Embeddings(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear to `hidden`, tanh-approximated GELU, linear back to `dim`."""
+    """Linear to `hidden`, GELU, linear back to `dim`.
 
-    def __init__(self, dim: int, hidden: int, *, bias: bool = True) -> None:
+    approximate: "tanh" (GPT-2) or "none", the exact GELU (BERT).
+    """
+
+    def __init__(
+        self, dim: int, hidden: int, *, bias: bool = True, approximate: str = "tanh"
+    ) -> None:
         super().__init__()
+        self.approximate = approximate
         self.up = nn.Linear(dim, hidden, bias=bias)
         self.down = nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
 class Block(nn.Module):

@@ -214,7 +214,7 @@ def test_constructor_is_keyword_only_and_refuses_bad_sizes(store_folder):
         ({"seqlen": 0}, "seqlen must be at least 1, got 0"),
         ({"batch_tokens": 100}, "multiple of seqlen=16, got 100: try 96"),
         ({"batch_tokens": 0}, "positive multiple of seqlen=16, got 0: try 16"),
-        ({"tokenizer": "bert"}, "must be one of gpt2, got 'bert'"),
+        ({"tokenizer": "bert"}, "must be one of gpt2, bert-base-uncased, got 'bert'"),
         ({"val_batch_tokens": 0}, "val_batch_tokens must be at least 1"),
         ({"val_tokens_limit": 0}, "val_tokens_limit must be at least 1"),
         ({"val_fraction": 1.5}, r"val_fraction must be in \[0, 1\), got 1.5"),

@@ -89,7 +89,7 @@ def test_cut_is_near_the_end_and_absent_in_one_long_word():
 
 
 def test_unknown_name_lists_the_known():
-    with pytest.raises(ValueError, match="must be one of gpt2, got 'gpt3'"):
+    with pytest.raises(ValueError, match="must be one of gpt2, bert-base-uncased, got 'gpt3'"):
         load_tokenizer("gpt3")
 
 

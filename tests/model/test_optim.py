@@ -26,6 +26,8 @@ def test_tied_weight_counts_once_as_an_embedding():
     model["a_head"].weight = model["tokens"].weight
     (group,) = param_groups(model, 0.1)
     assert group["weight_decay"] == 0.0 and len(group["params"]) == 1
+    (group,) = param_groups(model, 0.1, decay_embeddings=True)
+    assert group["weight_decay"] == 0.1 and len(group["params"]) == 1
 
 
 def test_frozen_parameters_are_left_out():

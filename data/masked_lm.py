@@ -1,0 +1,279 @@
+"""Masked language modelling: sentence pairs or single spans of a token store, masked in the loader.
+
+Stores are tokenized with BERT's WordPiece, whose special ids the samples need (data/wordpiece.py).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from data.causal_lm import Batch, CausalLMData, TrainSteps
+from data.masked_samples import IGNORED_LABEL, MaskedOptions, MaskedSamples, Sample
+from data.order import permute, rank_sample_ids
+from data.prepare import SPLIT_SEED
+from data.wordpiece import BERT_UNCASED
+
+_VAL_SEED = 0  # the held-out examples and their masks are the same in every run
+
+
+class MaskedLMData(CausalLMData):
+    """Training steps and held-out examples of one corpus, for BERT.
+
+    Order, positions, resuming and processes are as in CausalLMData; a sample is a window of one
+    document (data.masked_samples), its pair and masks a function of seed, epoch and window alone.
+    One item of the train loader is this process's share of one optimizer step. Its sequences, n =
+    batch_tokens / seqlen / world_size, are
+
+    * padded: input_ids, labels, segment_ids (n, seqlen) int64, lengths (n,) int32; or
+    * packed: input_ids, labels, segment_ids (total,) int64, cu_seqlens (n + 1,) int32, max_seqlen
+      int, seqlen whatever the batch holds;
+
+    with nsp_labels (n,) int64: 0 where segment B follows A, 1 where it is random. Labels are -100
+    where there is no loss: outside the chosen tokens; NSP labels without sentence pairs.
+
+    The validation loader gives fixed examples, each once over all processes: held-out windows in an
+    order and with masks that no seed changes. All its batches hold the same number of sequences:
+    what is missing at the end is single padding tokens without labels, so losses must be summed
+    over labels and divided by their number.
+
+    Args:
+        source, seqlen, batch_tokens, val_batch_tokens, val_fraction, split_seed, text_field,
+            source_config, source_split, source_revision, root, num_workers, prepare_workers: see
+            CausalLMData; a batch's tokens count padding.
+        seed: of the order of samples, of pairs and of masks.
+        packed: which of the two forms batches have.
+        sentence_pairs: pairs with NSP labels (BERT), or single spans (RoBERTa).
+        mask_fraction: of a sample's tokens, in (0, 1).
+        max_masked: most predicted tokens of a sample; None is no bound.
+        short_fraction: share of samples cut to a random length, in [0, 1].
+        val_samples_limit: use only so many held-out examples; None uses all.
+    Raises:
+        ValueError: sizes that do not fit together.
+        FileNotFoundError: no such local source.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: str = "embedded",
+        seqlen: int,
+        batch_tokens: int,
+        val_batch_tokens: int = 16384,
+        val_samples_limit: int | None = None,
+        packed: bool = True,
+        sentence_pairs: bool = True,
+        mask_fraction: float = 0.15,
+        max_masked: int | None = None,
+        short_fraction: float = 0.1,
+        val_fraction: float | None = None,
+        split_seed: int = SPLIT_SEED,
+        text_field: str = "text",
+        source_config: str | None = None,
+        source_split: str = "train",
+        source_revision: str | None = None,
+        root: str = "outputs/data",
+        seed: int = 1111,
+        num_workers: int = 0,
+        prepare_workers: int | None = None,
+    ) -> None:
+        super().__init__(
+            source=source,
+            seqlen=seqlen,
+            batch_tokens=batch_tokens,
+            val_batch_tokens=val_batch_tokens,
+            val_fraction=val_fraction,
+            split_seed=split_seed,
+            tokenizer=BERT_UNCASED,
+            text_field=text_field,
+            source_config=source_config,
+            source_split=source_split,
+            source_revision=source_revision,
+            root=root,
+            seed=seed,
+            num_workers=num_workers,
+            prepare_workers=prepare_workers,
+        )
+        if seqlen < 5:
+            raise ValueError(f"seqlen must be at least 5, [CLS] A [SEP] B [SEP], got {seqlen}")
+        if not 0.0 < mask_fraction < 1.0:
+            raise ValueError(f"mask_fraction must be in (0, 1), got {mask_fraction}")
+        if not 0.0 <= short_fraction <= 1.0:
+            raise ValueError(f"short_fraction must be in [0, 1], got {short_fraction}")
+        for name, limit in (("max_masked", max_masked), ("val_samples_limit", val_samples_limit)):
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name} must be at least 1, got {limit}")
+        self._options = MaskedOptions(
+            seqlen, mask_fraction, max_masked, sentence_pairs, short_fraction
+        )
+        self._packed = packed
+        self._val_samples_limit = val_samples_limit
+        self._made: dict[str, MaskedSamples] = {}
+
+    def samples(self, split: str) -> MaskedSamples:
+        """The samples of "train" or "val"; the data must be opened."""
+        if split not in self._made:
+            self._made[split] = MaskedSamples(
+                getattr(self.store, split),
+                self._options,
+                special=self.tokenizer.special,
+                sentence_ends=self.tokenizer.sentence_ends,
+                vocab_size=self.vocab_size,
+                seed=self._seed if split == "train" else _VAL_SEED,
+                name=split,
+            )
+        return self._made[split]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one epoch."""
+        return len(self.samples("train"))
+
+    @property
+    def num_val_samples(self) -> int:
+        """Held-out examples in use."""
+        total = len(self.samples("val"))
+        return total if self._val_samples_limit is None else min(total, self._val_samples_limit)
+
+    @property
+    def fingerprint(self) -> str:
+        """As CausalLMData's, with what else the samples depend on."""
+        options = self._options
+        return (
+            f"{super().fingerprint}-mask{options.mask_fraction}-max{options.max_masked}"
+            f"-pairs{int(options.sentence_pairs)}-short{options.short_fraction}"
+        )
+
+    def _check_samples(self) -> None:
+        if self.num_samples < 1:
+            raise ValueError(
+                "the training split must hold a document of at least 2 tokens, got "
+                f"{self.num_train_tokens} tokens: use more text"
+            )
+
+    def _train_steps(self, **options: Any) -> TrainSteps:
+        return _MaskedSteps(
+            self.store,
+            samples=self.samples("train"),
+            pad=self.tokenizer.special.pad,
+            packed=self._packed,
+            **options,
+        )
+
+    def _val_batches(self, rank: int, world_size: int) -> Dataset | None:
+        if not self.num_val_samples:
+            return None
+        return _ValExamples(
+            self.samples("val"),
+            num_samples=self.num_val_samples,
+            seqlen=self.seqlen,
+            pad=self.tokenizer.special.pad,
+            packed=self._packed,
+            batch_size=self._val_batch_size,
+            rank=rank,
+            world_size=world_size,
+        )
+
+
+class _MaskedSteps(TrainSteps):
+    """This process's share of one optimizer step after another, masked."""
+
+    def __init__(
+        self, *args: Any, samples: MaskedSamples, pad: int, packed: bool, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self._samples = samples
+        self._pad = pad
+        self._packed = packed
+
+    def _step(self, position: int) -> Batch:
+        num_samples = len(self._samples)
+        ids = rank_sample_ids(
+            position,
+            batch_size=self._batch_size,
+            rank=self._rank,
+            world_size=self._world_size,
+            seed=self._seed,
+            num_samples=num_samples,
+        )
+        first = position + self._rank * len(ids)
+        rows = [
+            self._samples.sample(int(sample_id), (first + i) // num_samples)
+            for i, sample_id in enumerate(ids)
+        ]
+        return collate(rows, seqlen=self._seqlen, pad=self._pad, packed=self._packed)
+
+
+class _ValExamples(Dataset):
+    """Held-out examples, each once; equally many batches per rank."""
+
+    def __init__(
+        self,
+        samples: MaskedSamples,
+        *,
+        num_samples: int,
+        seqlen: int,
+        pad: int,
+        packed: bool,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self._samples = samples
+        self._num_samples = num_samples
+        self._seqlen = seqlen
+        self._pad = pad
+        self._packed = packed
+        # No larger than a rank's share: a small split is not padded up to a large batch.
+        share = math.ceil(num_samples / world_size)
+        self._batch_size = min(batch_size, share)
+        self._num_batches = math.ceil(share / self._batch_size)
+        self._rank = rank
+        self._world_size = world_size
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __getitem__(self, index: int) -> Batch:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        first = (index * self._world_size + self._rank) * self._batch_size
+        places = np.arange(first, min(first + self._batch_size, self._num_samples))
+        # A limit takes examples from the whole split, not its first documents.
+        ids = permute(places, seed=_VAL_SEED, epoch=0, num_samples=len(self._samples))
+        rows = [self._samples.sample(int(sample_id), 0) for sample_id in ids]
+        nothing = np.full(1, IGNORED_LABEL)
+        filler = Sample(np.full(1, self._pad), nothing, np.zeros(1, np.int64), IGNORED_LABEL)
+        rows += [filler] * (self._batch_size - len(rows))
+        return collate(rows, seqlen=self._seqlen, pad=self._pad, packed=self._packed)
+
+
+def collate(rows: list[Sample], *, seqlen: int, pad: int, packed: bool) -> Batch:
+    """Samples as one batch; see MaskedLMData.
+
+    Args:
+        rows: at least one, of at most seqlen tokens each.
+        pad: id after the end of a padded sequence.
+    """
+    lengths = np.array([len(row.input_ids) for row in rows])
+    batch: Batch = {}
+    for key, filler in (("input_ids", pad), ("labels", IGNORED_LABEL), ("segment_ids", 0)):
+        arrays = [getattr(row, key) for row in rows]
+        if packed:
+            joined = np.concatenate(arrays)
+        else:
+            joined = np.full((len(rows), seqlen), filler, dtype=np.int64)
+            for line, array in zip(joined, arrays, strict=True):
+                line[: len(array)] = array
+        batch[key] = torch.from_numpy(joined)
+    if packed:
+        cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        batch |= {"cu_seqlens": torch.from_numpy(cu_seqlens), "max_seqlen": seqlen}
+    else:
+        batch["lengths"] = torch.from_numpy(lengths.astype(np.int32))
+    batch["nsp_labels"] = torch.tensor([row.nsp_label for row in rows])
+    return batch

@@ -1,0 +1,155 @@
+"""Losses of BERT's pre-training, as sums and counts: masked tokens and next sentence.
+
+As in loss.py, callers add sums and counts over micro-batches and ranks, then divide once. BERT's
+total loss is MLM sum / masked tokens + NSP sum / pairs.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from model.bert import BERT
+from model.loss import IGNORE, next_token_loss
+
+
+class Sums(NamedTuple):
+    """Scalars on the device: losses float32, in nats; counts int64."""
+
+    mlm_loss: Tensor
+    num_masked: Tensor
+    mlm_correct: Tensor
+    nsp_loss: Tensor
+    num_pairs: Tensor
+    nsp_correct: Tensor
+
+
+def masked_positions(labels: Tensor) -> Tensor:
+    """Where labels (any shape) are not -100, as int64 indices of labels.flatten().
+
+    On a GPU this waits for the device, to know how many there are.
+    """
+    return (labels.flatten() != IGNORE).nonzero().squeeze(1)
+
+
+def mlm_loss(
+    model: BERT, hidden: Tensor, labels: Tensor, *, chunk_tokens: int = 8192
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy of the masked tokens, whose logits alone are computed.
+
+    Logits exist for one chunk at a time and are made again in the backward.
+
+    Args:
+        model: has an MLM head.
+        hidden: as model.hidden returned it, (..., dim).
+        labels: int64, hidden's shape without the last axis; -100 where nothing is predicted.
+        chunk_tokens: masked tokens whose logits exist at once.
+
+    Returns:
+        Summed loss (float32, nats; 0 where nothing is masked), number of masked tokens and of
+        correct predictions (int64).
+
+    Raises:
+        ValueError: the shapes differ, or chunk_tokens < 1.
+    """
+    if hidden.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels must have hidden's shape without the last axis, {tuple(hidden.shape[:-1])}, "
+            f"got {tuple(labels.shape)}"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    positions = masked_positions(labels)
+    # With nothing masked one empty chunk remains: every parameter keeps a gradient, of zero.
+    states = model.mlm_states(hidden, positions)
+    targets = labels.flatten()[positions]
+
+    def chunk_loss(part: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model.decoder(part)
+        loss, _ = next_token_loss(logits, target)
+        return loss, (logits.argmax(-1) == target).sum()
+
+    pieces = list(zip(states.split(chunk_tokens), targets.split(chunk_tokens), strict=True))
+    if len(pieces) == 1:  # nothing to save
+        sums = [chunk_loss(*pieces[0])]
+    else:
+        options = {"use_reentrant": False, "preserve_rng_state": False}  # no dropout in the decoder
+        sums = [checkpoint(chunk_loss, *piece, **options) for piece in pieces]
+    losses, correct = zip(*sums, strict=True)
+    return torch.stack(losses).sum(), (labels != IGNORE).sum(), torch.stack(correct).sum()
+
+
+def nsp_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy of next-sentence prediction.
+
+    Args:
+        logits: (batch, 2), any floating dtype.
+        labels: (batch,) int64: 0 where segment B follows A, 1 where it is random, -100 for no loss.
+
+    Returns:
+        Summed loss (float32, nats), number of pairs and of correct predictions (int64).
+    """
+    loss, num_pairs = next_token_loss(logits[:, None], labels[:, None])
+    return loss, num_pairs, (logits.argmax(-1) == labels).sum()
+
+
+def bert_loss(model: BERT, batch: dict, *, chunk_tokens: int = 8192) -> Sums:
+    """Forward pass and both losses of one batch.
+
+    Args:
+        model: with an MLM head; without an NSP head the NSP sums are 0.
+        batch: input_ids, labels and segment_ids, (batch, seqlen) with lengths (batch,), or (total,)
+            with cu_seqlens (batch + 1,) and max_seqlen; nsp_labels (batch,) for the NSP head. See
+            data/masked_lm.py.
+        chunk_tokens: see mlm_loss.
+    """
+    layout = {key: batch[key] for key in ("lengths", "cu_seqlens", "max_seqlen") if key in batch}
+    segment_ids = batch.get("segment_ids") if model.config["num_segments"] > 1 else None
+    hidden = model.hidden(batch["input_ids"], segment_ids=segment_ids, **layout)
+    sums = mlm_loss(model, hidden, batch["labels"], chunk_tokens=chunk_tokens)
+    if model.nsp is None:
+        zero = torch.zeros((), device=hidden.device)
+        return Sums(*sums, zero, zero.long(), zero.long())
+    pooled = model.pooled(hidden, cu_seqlens=layout.get("cu_seqlens"))
+    return Sums(*sums, *nsp_loss(model.nsp_logits(pooled), batch["nsp_labels"]))
+
+
+def mean_loss(sums: Sums) -> Tensor:
+    """MLM mean + NSP mean, the total loss of one batch; a mean over nothing is 0."""
+    means = (
+        sums.mlm_loss / sums.num_masked.clamp(min=1),
+        sums.nsp_loss / sums.num_pairs.clamp(min=1),
+    )
+    return sum(means)
+
+
+def micro_batches(batch: dict, num_sequences: int) -> Iterator[dict]:
+    """A batch in pieces of at most num_sequences sequences, as views; their Sums add up to its own.
+
+    Args:
+        batch: as bert_loss takes it, padded or packed. The boundaries of packed sequences are read
+            on the host: one wait, where they are on a GPU.
+        num_sequences: at least 1.
+
+    Raises:
+        ValueError: num_sequences < 1.
+    """
+    if num_sequences < 1:
+        raise ValueError(f"num_sequences must be at least 1, got {num_sequences}")
+    cu_seqlens = batch.get("cu_seqlens")
+    total = len(batch["input_ids"]) if cu_seqlens is None else len(cu_seqlens) - 1
+    ends = range(total + 1) if cu_seqlens is None else cu_seqlens.tolist()
+    for start in range(0, total, num_sequences):
+        stop = min(start + num_sequences, total)
+        sequences, rows = slice(start, stop), slice(ends[start], ends[stop])
+        piece = {}
+        for key, value in batch.items():
+            if key == "cu_seqlens":
+                piece[key] = value[start : stop + 1] - value[start]
+            elif key == "max_seqlen":
+                piece[key] = value
+            else:
+                piece[key] = value[sequences if key in ("lengths", "nsp_labels") else rows]
+        yield piece
