@@ -166,6 +166,9 @@ class LongRangeClassifier(nn.Module):
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
         nn.init.normal_(self.embedding.weight)
+        if isinstance(self.embedding, nn.Linear):
+            # Else all values are multiples of one vector, which the first norm makes equal.
+            nn.init.normal_(self.embedding.bias)
 
     def forward(
         self,
