@@ -24,10 +24,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from data.classification import ClassificationData
 from model.block_sparse import BlockSparseAttention
-from model.checkpoint import AtomicCheckpointIO, Checkpoints
+from model.checkpoint import AtomicCheckpointIO, Checkpoints, newest_best
+from model.classification_task import ClassificationTask, accuracy_interval
 from model.generation import generate
-from model.hf import load_into
 from model.loggers import PatientWandbLogger
 from model.run import plan_run, record_run
 from model.task import step_seed
@@ -103,11 +104,6 @@ def build(cfg: DictConfig):
             "the trainer asks for a CUDA GPU and there is none; add trainer=cpu (and a small model "
             "and batch), or run on a machine with a GPU"
         )
-    if cfg.data.seqlen > cfg.model.max_seqlen:
-        raise ValueError(
-            f"data.seqlen={cfg.data.seqlen} is longer than the {cfg.model.max_seqlen} positions of "
-            "the model; raise model.max_seqlen or shorten data.seqlen"
-        )
     on_gpu = cfg.trainer.accelerator in ("cuda", "gpu", "auto") and torch.cuda.is_available()
     if cfg.trainer.precision == "auto":
         cfg.trainer.precision = "bf16-mixed" if on_gpu else "32-true"
@@ -117,6 +113,11 @@ def build(cfg: DictConfig):
             f"scale of fp16), got {cfg.trainer.precision}"
         )
     data = instantiate(cfg.data)
+    if data.seqlen > cfg.model.max_seqlen:
+        raise ValueError(
+            f"data.seqlen={data.seqlen} is longer than the {cfg.model.max_seqlen} positions of "
+            "the model; raise model.max_seqlen or shorten data.seqlen"
+        )
     callbacks = instantiate_all(cfg.callbacks)
     trainer = instantiate(
         cfg.trainer,
@@ -136,6 +137,10 @@ def build(cfg: DictConfig):
             f"model.vocab_size={cfg.model.vocab_size} must be at least {data.vocab_size}, the "
             "vocabulary of the tokenizer"
         )
+    if isinstance(data, ClassificationData) and data.num_classes != cfg.model.num_classes:
+        raise ValueError(
+            f"model.num_classes={cfg.model.num_classes} must be the {data.num_classes} of the data"
+        )
     attention = instantiate(cfg.attention)
     needs_gpu = isinstance(attention, BlockSparseAttention) or getattr(
         attention, "__module__", ""
@@ -150,7 +155,7 @@ def build(cfg: DictConfig):
     task.micro_batch(per_step // trainer.world_size, data.seqlen)
     task.make_optimizer(torch.nn.Linear(1, 1))  # refuses what the optimizer refuses
     if cfg.init_from is not None and run.ckpt_path is None:
-        load_into(task.model, cfg.init_from)
+        task.load_weights(cfg.init_from)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         data.prepare_data()  # may download and tokenize for an hour: all else was checked before
         data.setup()
@@ -164,7 +169,18 @@ def instantiate_all(group: DictConfig | None) -> list:
 
 
 def report(cfg: DictConfig, run, data, task, trainer: Trainer) -> float:
-    """Final validation beside a unigram model's, a sample, where the run is."""
+    """What the run came to, beside what it must be compared with, and where it is."""
+    if isinstance(task, ClassificationTask):
+        loss = report_accuracy(run, data, task, trainer)
+        say(f"run: {run.folder}")
+        return loss
+    loss = report_perplexity(cfg, data, task, trainer)
+    say(f"run: {run.folder}  (python -m scripts.generate run={run.folder.name} prompt='...')")
+    return loss
+
+
+def report_perplexity(cfg: DictConfig, data, task, trainer: Trainer) -> float:
+    """Final validation beside a unigram model's, and a sample."""
     if data.num_val_tokens:
         if task.validated_step != trainer.global_step:
             trainer.validate(task, data, verbose=False)
@@ -180,8 +196,36 @@ def report(cfg: DictConfig, run, data, task, trainer: Trainer) -> float:
         rng = torch.Generator(device).manual_seed(cfg.seed)
         ids = generate(model, ids, cfg.sample_tokens, temperature=0.8, top_k=50, generator=rng)
         say(f"sample: {data.tokenizer.decode(ids[0].tolist())}")
-    say(f"run: {run.folder}  (python -m scripts.generate run={run.folder.name} prompt='...')")
     return loss
+
+
+def report_accuracy(run, data, task, trainer: Trainer) -> float:
+    """Validation of the last step, test of the best one, each beside its floor."""
+    loss = float("inf")
+    if data.num_held_out("val"):
+        if task.validated_step != trainer.global_step:
+            trainer.validate(task, data, verbose=False)
+        loss = float(trainer.callback_metrics["val/loss"])
+        say_accuracy("validation", "val", data, trainer)
+    if data.num_held_out("test"):
+        best = newest_best(run.folder)
+        trainer.test(task, data, ckpt_path=best, weights_only=True, verbose=False)
+        say_accuracy(f"test, {best.name if best else 'last step'}", "test", data, trainer)
+    if task.dense_weight:
+        say("supervision: labels and a dense target, more than the Long Range Arena allows")
+    return loss
+
+
+def say_accuracy(name: str, split: str, data: ClassificationData, trainer: Trainer) -> None:
+    """One line with its 95 % interval, and what must stand beside it."""
+    accuracy, number = (
+        float(trainer.callback_metrics[f"{split}/accuracy"]),
+        data.num_held_out(split),
+    )
+    ci95 = accuracy_interval(accuracy, number)
+    say(f"accuracy ({name}): {accuracy:.2%} +- {ci95:.2%} (95 %, {number:,} examples)")
+    if rank_zero_only.rank == 0 and (line := data.comparison(split)):
+        say(f"  {line}")
 
 
 def describe_attention(attention, on_gpu: bool) -> str:
@@ -245,6 +289,7 @@ def quiet() -> None:
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*LeafSpec.*")
+    warnings.filterwarnings("ignore", ".*overridden `on_before_batch_transfer`.*")
     warnings.filterwarnings("ignore", ".*sync_dist=True.*")  # the task sums over ranks itself
     warnings.filterwarnings("ignore", ".*across ranks is zero.*")  # no held-out data, by choice
 

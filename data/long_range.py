@@ -11,7 +11,8 @@ import torch
 
 from data.classification import Batch, ClassificationData, Examples
 from data.lra_files import TokenTask, open_task
-from data.pathfinder import PathfinderSpec, dense_target
+from data.marker_shortcut import shortcut_floor
+from data.pathfinder import PathfinderSpec, dense_target, marker_positions
 from data.pathfinder_extend import mix
 from data.pathfinder_release import PathfinderRelease
 from data.pathfinder_store import (
@@ -84,6 +85,11 @@ class LongRangeData(ClassificationData):
     def prepare_data(self) -> None:
         """Make the store if it is missing. Called on one process of each machine."""
         write_sequences(self._folder, self.task.identity, self.task.splits)
+
+    def comparison(self, split: str) -> str:
+        if not self.stand_in:
+            return ""
+        return f"stand-in data, not comparable with published results: {self.stand_in}"
 
     def open_examples(self) -> Examples:
         if self.stand_in:
@@ -197,6 +203,20 @@ class PathfinderData(ClassificationData):
             prepare_pathfinder(
                 self.spec, self._folder, self._num_images, workers=self._prepare_workers
             )
+
+    def comparison(self, split: str) -> str:
+        """What the discs' positions alone tell of the labels of the same examples."""
+        if self._release is not None:
+            return "marker-only floor: not measured, the release does not say where the discs are"
+        scenes = PathfinderStore(self._folder).scenes(split, np.arange(self.num_held_out(split)))
+        try:
+            floor = shortcut_floor(marker_positions(scenes), scenes["label"], self.spec.size)
+        except ValueError as error:
+            return f"marker-only floor: not measured, {error}"
+        return (
+            f"marker-only floor on the same set: {floor.accuracy:.2%} +- {floor.ci95:.2%} "
+            f"(95 %, {floor.num_examples:,} examples)"
+        )
 
     def open_examples(self) -> Examples:
         if self._release is not None:

@@ -10,10 +10,13 @@ nheads, headdim), k and v (batch, seqlen_k, nheads_k, headdim), options by keywo
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from model.positions import rotate
 
 Attention = Callable[..., Tensor]
 # Queries of one call that the decoding kernels take: one tile of theirs.
@@ -44,6 +47,7 @@ def sdpa_attention(
         k, v: (batch, seqlen_k, nheads_k, headdim), dtype and device of q; nheads_k divides nheads.
         causal: hide later keys; the last query sees the last key (bottom-right alignment).
         softmax_scale: factor on q @ k.T; default headdim ** -0.5.
+        lengths_k: integers (batch,): keys from lengths_k[b] on are padding, seen by no query.
         dropout_p: probability of dropping a probability, drawn from torch's global generator.
         deterministic: served on CPU, and on CUDA under torch.use_deterministic_algorithms(True).
 
@@ -52,14 +56,13 @@ def sdpa_attention(
 
     Raises:
         ValueError: nheads is not a multiple of nheads_k.
-        NotImplementedError: window, softcap, alibi_slopes, lengths_k, dropout_seed, return_lse or
-            kernel is set, or deterministic cannot be promised.
+        NotImplementedError: window, softcap, alibi_slopes, dropout_seed, return_lse or kernel is
+            set, or deterministic cannot be promised.
     """
     refused = {
         "window": window[0] is not None or window[1] is not None,
         "softcap": softcap != 0.0,
         "alibi_slopes": alibi_slopes is not None,
-        "lengths_k": lengths_k is not None,
         "dropout_seed": dropout_seed is not None,
         "return_lse": return_lse,
         "kernel": kernel is not None,
@@ -92,16 +95,25 @@ def sdpa_attention(
     if causal and 1 < seqlen_q < seqlen_k:  # torch's is_causal is top-left aligned
         keep_mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
         keep_mask = keep_mask.tril(seqlen_k - seqlen_q)
+    if lengths_k is not None:
+        is_real = torch.arange(seqlen_k, device=q.device) < lengths_k[:, None]
+        is_real = is_real[:, None, None, :]
+        if causal and keep_mask is None and seqlen_q >= seqlen_k:
+            shape = (q.shape[1], seqlen_k)
+            keep_mask = torch.ones(shape, dtype=torch.bool, device=q.device).tril()
+        keep_mask = is_real if keep_mask is None else keep_mask & is_real
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=keep_mask,
         dropout_p=dropout_p,
-        is_causal=causal and seqlen_q >= seqlen_k,
+        is_causal=causal and seqlen_q >= seqlen_k and keep_mask is None,
         scale=softmax_scale,
         enable_gqa=nheads != nheads_k,
     ).transpose(1, 2)
+    if lengths_k is not None:
+        out = out.masked_fill((lengths_k == 0)[:, None, None, None], 0.0)
     return F.pad(out, (0, 0, 0, 0, num_blind, 0)) if num_blind else out
 
 
@@ -191,18 +203,89 @@ class KVCache:
         self._lengths = None
 
 
+def is_flash(attention: Attention, q: Tensor) -> bool:
+    """Whether a call with q goes to flash_kernels.flash_attention."""
+    if attention is auto_attention:
+        return q.is_cuda
+    return getattr(attention, "__module__", "").startswith("flash_kernels.attention")
+
+
 def _serves_cache(attention: Attention, q: Tensor) -> bool:
     """Whether this call goes to flash_kernels' decoding kernels: few queries, keys split."""
-    is_flash = getattr(attention, "__module__", "").startswith("flash_kernels.attention")
-    return q.shape[1] <= _MAX_DECODED and (is_flash or (attention is auto_attention and q.is_cuda))
+    return q.shape[1] <= _MAX_DECODED and is_flash(attention, q)
+
+
+class Packing(NamedTuple):
+    """Where sequences lie that are packed one after the other.
+
+    Attributes:
+        cu_seqlens: int32 (batch + 1,), starts at 0, ends at the number of tokens.
+        max_seqlen: at least the longest sequence.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+    @property
+    def lengths(self) -> Tensor:
+        """(batch,) int32."""
+        return self.cu_seqlens.diff()
+
+    def sequence_ids(self, num_tokens: int) -> Tensor:
+        """(num_tokens,) int64: the sequence of each token."""
+        ids = torch.arange(len(self.cu_seqlens) - 1, device=self.cu_seqlens.device)
+        # The size is given, so that nothing waits for the device to tell it.
+        return ids.repeat_interleave(self.lengths, output_size=num_tokens)
+
+
+def packed_attention(
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, packing: Packing, **options
+) -> Tensor:
+    """Self-attention within packed sequences.
+
+    Where `attention` is flash_kernels' the packed kernel runs. Any other function gets the
+    sequences padded to max_seqlen and lengths_k: slower, equal.
+
+    Args:
+        attention: function with flash_kernels.flash_attention's signature.
+        q, k, v: (total, nheads, headdim).
+        packing: of q, and of k and v.
+        options: of `attention`.
+
+    Returns:
+        (total, nheads, headdim), dtype of q.
+    """
+    cu_seqlens, max_seqlen = packing
+    if is_flash(attention, q):
+        from flash_kernels import flash_attention_varlen
+
+        return flash_attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_k=max_seqlen,
+            **options,
+        )
+    batch, total = len(cu_seqlens) - 1, q.shape[0]
+    sequence = packing.sequence_ids(total)
+    slot = torch.arange(total, device=q.device) - cu_seqlens[sequence]
+    padded = []
+    for packed in (q, k, v):
+        rows = packed.new_zeros(batch, max_seqlen, *packed.shape[1:])
+        padded.append(rows.index_put((sequence, slot), packed))
+    return attention(*padded, lengths_k=packing.lengths, **options)[sequence, slot]
 
 
 class SelfAttention(nn.Module):
     """Multi-head self-attention: fused QKV projection, injected attention, output projection.
 
     Args:
-        dim: model width; headdim is dim / nheads.
+        dim: model width.
         nheads: number of heads.
+        headdim: width of a head; None means dim / nheads.
         causal: hide later tokens.
         dropout: probability of dropping an attention probability, in training only.
         attention: function with flash_kernels.flash_attention's signature.
@@ -211,7 +294,7 @@ class SelfAttention(nn.Module):
         layer: index of this layer in a KV cache.
 
     Raises:
-        ValueError: dim is not a multiple of nheads.
+        ValueError: no headdim is given and dim is not a multiple of nheads.
     """
 
     def __init__(
@@ -219,6 +302,7 @@ class SelfAttention(nn.Module):
         dim: int,
         nheads: int,
         *,
+        headdim: int | None = None,
         causal: bool,
         dropout: float = 0.0,
         attention: Attention = auto_attention,
@@ -227,7 +311,7 @@ class SelfAttention(nn.Module):
         layer: int = 0,
     ) -> None:
         super().__init__()
-        if dim % nheads != 0:
+        if headdim is None and dim % nheads != 0:
             raise ValueError(f"dim ({dim}) must be a multiple of nheads ({nheads})")
         self.nheads = nheads
         self.causal = causal
@@ -235,26 +319,47 @@ class SelfAttention(nn.Module):
         self.attention = attention
         self.softmax_scale = softmax_scale
         self.layer = layer
-        self.qkv = nn.Linear(dim, 3 * dim, bias=bias)  # rows: q, k, v; heads contiguous in each
-        self.out = nn.Linear(dim, dim, bias=bias)
+        width = dim if headdim is None else nheads * headdim
+        self.qkv = nn.Linear(dim, 3 * width, bias=bias)  # rows: q, k, v; heads contiguous in each
+        self.out = nn.Linear(width, dim, bias=bias)
 
-    def forward(self, x: Tensor, *, kv_cache: KVCache | None = None) -> Tensor:
-        """x (batch, seqlen, dim) -> (batch, seqlen, dim); earlier tokens come from kv_cache."""
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        kv_cache: KVCache | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        lengths_k: Tensor | None = None,
+        packing: Packing | None = None,
+    ) -> Tensor:
+        """x (batch, seqlen, dim) -> (batch, seqlen, dim).
+
+        Args:
+            kv_cache: holds earlier tokens and receives these.
+            rotary: cosines and sines that turn q and k; see model.positions.rotate.
+            lengths_k: integers (batch,): real tokens of each sequence; later ones are not seen.
+            packing: of x (1, total, dim), which then holds sequences one after the other.
+        """
         # Views of one tensor, stride(-1) == 1: nothing is copied before the kernel.
         q, k, v = self.qkv(x).unflatten(-1, (3, self.nheads, -1)).unbind(2)
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
         if kv_cache is not None:
             if _serves_cache(self.attention, q):
                 out = self._decode(q, k, v, kv_cache)
                 return self.out(out.flatten(2))
             k, v = kv_cache.append(self.layer, k, v)
-        out = self.attention(
-            q,
-            k,
-            v,
-            causal=self.causal,
-            softmax_scale=self.softmax_scale,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+        options = {
+            "causal": self.causal,
+            "softmax_scale": self.softmax_scale,
+            "dropout_p": self.dropout if self.training else 0.0,
+        }
+        if packing is not None:
+            out = packed_attention(self.attention, q[0], k[0], v[0], packing, **options)[None]
+        else:
+            if lengths_k is not None:
+                options["lengths_k"] = lengths_k
+            out = self.attention(q, k, v, **options)
         return self.out(out.flatten(2))
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: KVCache) -> Tensor:

@@ -47,8 +47,9 @@ class Metrics(Callback):
     """Loss of every step, and speed, MFU and memory of every interval, to all loggers.
 
     Losses wait on the device until the interval ends: one host synchronization an interval.
-    Speed leaves out validation and checkpoints. MFU is printed in both conventions: "full" counts
-    the whole attention square, "causal" its half (both of the dense bf16 peak of the device).
+    Speed leaves out validation and checkpoints. MFU is printed in the conventions that the model
+    tells: "full" counts the whole attention square, "causal" its half (both of the dense bf16 peak
+    of the device).
 
     Args:
         every_n_steps: length of the interval, in optimizer steps.
@@ -60,7 +61,7 @@ class Metrics(Callback):
             raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
         self.every_n_steps = every_n_steps
         self.display = Display() if show else None
-        self._waiting: list[tuple[int, float, torch.Tensor, torch.Tensor]] = []
+        self._waiting: list[tuple[int, int, float, dict[str, torch.Tensor]]] = []
         self._tokens = 0  # consumed since the run began, a resume included
         self._interval_tokens = 0
         self._paused_at: float | None = None
@@ -90,31 +91,36 @@ class Metrics(Callback):
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx) -> None:
         step = trainer.global_step
-        self._seqlen = batch["input_ids"].shape[1]
+        self._seqlen = batch["input_ids"].shape[-1]
         tokens = batch["input_ids"].numel() * trainer.world_size
         self._tokens += tokens
         self._interval_tokens += tokens
-        self._waiting.append((step, self._tokens, task.lr, outputs["loss"], outputs["grad_norm"]))
+        self._waiting.append((step, self._tokens, task.lr, outputs))
         if step % self.every_n_steps == 0 or step == trainer.max_steps:
             self._flush(trainer, task)
 
     def _flush(self, trainer: Trainer, task: LightningModule) -> None:
         if not self._waiting:
             return
-        values = torch.stack([torch.stack([w[3], w[4]]) for w in self._waiting]).tolist()
+        names = list(self._waiting[0][3])
+        values = torch.stack(
+            [torch.stack([w[3][n] for n in names]) for w in self._waiting]
+        ).tolist()
         now = time.perf_counter()  # after the synchronization above
         rows = []
-        for (step, tokens, lr, _, _), (loss, grad_norm) in zip(self._waiting, values, strict=True):
-            row = {"tokens": tokens, "lr": lr, "train/loss": loss, "train/grad_norm": grad_norm}
-            row["train/ppl"] = _exp(loss)
+        for (step, tokens, lr, _), step_values in zip(self._waiting, values, strict=True):
+            row = {"tokens": tokens, "lr": lr}
+            row |= {f"train/{n}": v for n, v in zip(names, step_values, strict=True)}
+            if task.best_metric[0] == "val/loss":
+                row["train/ppl"] = _exp(row["train/loss"])
             rows.append((step, row))
         last = rows[-1][1]
         rate = self._interval_tokens / max(now - self._interval_start, 1e-9)
         last |= {"tokens_per_s": rate, "seconds": now - self._began}
         if self._peak:
             flops = task.model.flops_per_token(self._seqlen)
-            for kind in ("full", "causal"):
-                last[f"mfu_{kind}"] = rate * flops[kind] / (self._peak * trainer.world_size)
+            for kind, number in flops.items():
+                last[f"mfu_{kind}"] = rate * number / (self._peak * trainer.world_size)
         if task.device.type == "cuda":
             last["peak_gib"] = torch.cuda.max_memory_allocated(task.device) / 2**30
         for logger in trainer.loggers:
@@ -131,14 +137,19 @@ class Metrics(Callback):
         self.pause_clock(task)
 
     def on_validation_end(self, trainer: Trainer, task: LightningModule) -> None:
-        row = {key: float(trainer.callback_metrics[key]) for key in ("val/loss", "val/ppl")}
+        metrics = trainer.callback_metrics
+        row = {key: float(value) for key, value in metrics.items() if key.startswith("val/")}
         for logger in trainer.loggers:
             logger.log_metrics(row, trainer.global_step)
             logger.save()
         if self.display and trainer.is_global_zero:
             self.display.message(
                 f"step {trainer.global_step}: validation loss {row['val/loss']:.4f}, "
-                f"perplexity {row['val/ppl']:.2f}"
+                + (
+                    f"accuracy {row['val/accuracy']:.2%}"
+                    if "val/accuracy" in row
+                    else f"perplexity {row['val/ppl']:.2f}"
+                )
             )
         self.resume_clock()
 
@@ -195,10 +206,15 @@ class Display:
             self._bar = self._progress.add_task("training", total=total, completed=step, text="")
 
     def update(self, step: int, row: dict) -> None:
-        text = f"loss {row['train/loss']:.3f} ppl {row['train/ppl']:.1f} "
+        text = f"loss {row['train/loss']:.3f} "
+        if "train/accuracy" in row:
+            text += f"accuracy {row['train/accuracy']:.1%} "
+        else:
+            text += f"ppl {row['train/ppl']:.1f} "
         text += f"{row['tokens_per_s']:,.0f} tokens/s"
-        if "mfu_causal" in row:
-            text += f" MFU {row['mfu_full']:.1%} full, {row['mfu_causal']:.1%} causal"
+        mfu = [f"{row[f'mfu_{k}']:.1%} {k}" for k in ("full", "causal") if f"mfu_{k}" in row]
+        if mfu:
+            text += f" MFU {', '.join(mfu)}"
         if "peak_gib" in row:
             text += f" {row['peak_gib']:.1f} GiB"
         if self._progress:

@@ -113,12 +113,19 @@ def newest_intact(folder: Path) -> Path | None:
     return None
 
 
+def newest_best(run: Path) -> Path | None:
+    """The intact best checkpoint of a run folder, or None."""
+    folder = run / "checkpoints"
+    best = [name for name in read_manifest(folder) if name.startswith("best-")]
+    return folder / max(best) if best and is_intact(folder / max(best)) else None
+
+
 def find_checkpoint(run: str | Path, which: str = "best", runs_root: str = "outputs/runs") -> Path:
     """A checkpoint of a run.
 
     Args:
         run: a checkpoint file, a run folder, or the name of a run under `runs_root`.
-        which: "best" (lowest validation loss; the last where none was measured) or "last".
+        which: "best" (of the validations; the last where there was none) or "last".
 
     Raises:
         FileNotFoundError: there is no such run, or no intact checkpoint in it.
@@ -160,11 +167,16 @@ def load_run(
         run, which: see find_checkpoint.
         device: where the weights go.
         attention: the attention function; None takes the model's default.
+
+    Raises:
+        ValueError: the checkpoint is of another model than a GPT.
     """
     path = find_checkpoint(run, which)
     checkpoint = torch.load(path, map_location=device, weights_only=True)
     config = checkpoint["model_config"]
     options = {} if attention is None else {"attention": attention}
+    if "num_classes" in config:
+        raise ValueError(f"{path} holds a classifier, which generates no text: give a GPT's run")
     model = GPT(**config, **options)
     model.load_state_dict(strip_prefixes(checkpoint["state_dict"]))
     return model.to(device).eval(), config
@@ -206,7 +218,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class Checkpoints(Checkpoint):
-    """Saves every N steps, at every best validation loss and at the end.
+    """Saves every N steps, at every best validation and at the end.
+
+    The task's `best_metric` says what is best: the lowest loss or the highest accuracy.
 
     A save that falls on a validation step waits for the validation, so that a resume finds it done.
     A save that fails (a full disk) is reported and training goes on: older checkpoints stay whole.
@@ -227,7 +241,7 @@ class Checkpoints(Checkpoint):
         self.folder = Path(folder)
         self.every_n_steps = every_n_steps
         self.keep_last = keep_last
-        self.best_loss = float("inf")
+        self.best_loss = float("inf")  # or minus what is the better the larger
         self._saved_step = -1
         self._restore_interrupt = lambda: None
 
@@ -254,7 +268,8 @@ class Checkpoints(Checkpoint):
     def on_validation_end(self, trainer: Trainer, task: LightningModule) -> None:
         if trainer.state.fn != "fit":
             return
-        loss = float(trainer.callback_metrics["val/loss"])
+        metric, is_larger_better = task.best_metric
+        loss = float(trainer.callback_metrics[metric]) * (-1 if is_larger_better else 1)
         best = loss < self.best_loss
         if best:
             self.best_loss = loss

@@ -109,3 +109,14 @@ def warmup_cosine(
     warmup, decayed = _warmup_then(step, warmup_steps, total_steps)
     cosine = 0.5 * (1.0 + math.cos(math.pi * decayed))
     return warmup * (final_fraction + (1.0 - final_fraction) * cosine)
+
+
+def warmup_rsqrt(
+    step: int, warmup_steps: int, total_steps: int, *, final_fraction: float = 0.0
+) -> float:
+    """As warmup_linear, then sqrt(warmup_steps / step), but at least final_fraction.
+
+    The Long Range Arena's: its base rate is the peak times sqrt(warmup_steps).
+    """
+    warmup, _ = _warmup_then(step, warmup_steps, total_steps)
+    return warmup * max(final_fraction, (max(warmup_steps, 1) / max(step, warmup_steps, 1)) ** 0.5)

@@ -1,14 +1,15 @@
 """Lightning modules: what one optimizer step does, in any number of micro-batches and processes.
 
 One batch from the loader is the whole optimizer step of this rank. The task splits it, sums the
-token losses of every piece and divides once by the number of labelled tokens in the *global* batch,
-so that the update does not depend on how the batch was split (a mean of means would, as soon as
-pieces hold unequal numbers of labels).
+losses of every piece and divides once by the number of labels in the *global* batch, so that the
+update does not depend on how the batch was split (a mean of means would, as soon as pieces hold
+unequal numbers of labels).
 """
 
 import hashlib
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from lightning import LightningModule
@@ -17,10 +18,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from model.loss import linear_next_token_loss
-from model.optim import warmup_cosine, warmup_linear
+from model.hf import load_into
+from model.loss import IGNORE, linear_next_token_loss
+from model.optim import warmup_cosine, warmup_linear, warmup_rsqrt
 
-SCHEDULES = {"linear": warmup_linear, "cosine": warmup_cosine}
+SCHEDULES = {"linear": warmup_linear, "cosine": warmup_cosine, "rsqrt": warmup_rsqrt}
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
@@ -33,26 +35,29 @@ def step_seed(seed: int, step: int, rank: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-class CausalLMTask(LightningModule):
-    """Next-token training of a GPT.
+class TrainingTask(LightningModule):
+    """What tasks share: the optimizer step, its schedule, exact sums over pieces and ranks.
+
+    A subclass says what is summed, by `counts`, `pieces` and `sums`; what is shown is sum / count.
 
     Args:
-        model: a model.gpt.GPT, or what offers the same hidden(), head_weight, vocab_size and
-            config, from which a checkpoint rebuilds it.
+        model: with `blocks`, and `config`, from which a checkpoint rebuilds it.
         optimizer: called with the model, returns the optimizer; its lr is the peak.
         max_steps: optimizer steps of the run; the schedule ends there.
         warmup_fraction: share of max_steps over which lr rises linearly from 0.
-        decay: "linear" or "cosine" decay after the warm-up.
+        decay: "linear", "cosine" or "rsqrt" decay after the warm-up (model.optim).
         final_lr_fraction: share of the peak lr at which the decay ends.
         grad_clip: bound on the global 2-norm of the gradient; None turns clipping off.
-        micro_batch_tokens: tokens of one forward and backward on one device.
-        loss_chunk_tokens: tokens whose logits exist at once.
-        compile: compile the forward pass and loss with torch.compile.
         seed: of dropout.
 
     Raises:
         ValueError: an option is out of its range.
     """
+
+    #: The validation metric that the best checkpoint has, and whether more of it is better.
+    best_metric = ("val/loss", False)
+    #: Methods of the model, beside forward, that FSDP2 must gather weights for.
+    forward_methods: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -60,14 +65,11 @@ class CausalLMTask(LightningModule):
         optimizer: Callable[[nn.Module], Optimizer],
         *,
         max_steps: int,
-        warmup_fraction: float = 0.01,
-        decay: str = "linear",
-        final_lr_fraction: float = 0.0,
-        grad_clip: float | None = 1.0,
-        micro_batch_tokens: int = 65536,
-        loss_chunk_tokens: int = 8192,
-        compile: bool = False,
-        seed: int = 1111,
+        warmup_fraction: float,
+        decay: str,
+        final_lr_fraction: float,
+        grad_clip: float | None,
+        seed: int,
     ):
         super().__init__()
         if max_steps < 1:
@@ -78,12 +80,6 @@ class CausalLMTask(LightningModule):
             raise ValueError(f"decay must be one of {sorted(SCHEDULES)}, got {decay!r}")
         if grad_clip is not None and grad_clip <= 0.0:
             raise ValueError(f"grad_clip must be positive or null, got {grad_clip}")
-        for name, size in (
-            ("micro_batch_tokens", micro_batch_tokens),
-            ("loss_chunk_tokens", loss_chunk_tokens),
-        ):
-            if size < 1:
-                raise ValueError(f"{name} must be positive, got {size}")
         self.automatic_optimization = False
         self.model = model
         self.make_optimizer = optimizer
@@ -92,38 +88,41 @@ class CausalLMTask(LightningModule):
         self.schedule = SCHEDULES[decay]
         self.final_lr_fraction = final_lr_fraction
         self.grad_clip = grad_clip
-        self.micro_batch_tokens = micro_batch_tokens
-        self.loss_chunk_tokens = loss_chunk_tokens
         self.seed = seed
-        # Shapes do not change during a run: dynamic=False keeps the kernels specialized to them.
-        self._loss = torch.compile(self._plain_loss, dynamic=False) if compile else self._plain_loss
-        self._val_sums: Tensor | None = None
         self.validated_step = -1  # global_step of the last validation
 
-    def _plain_loss(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Summed loss (float32) and number of labelled tokens of one micro-batch."""
-        return linear_next_token_loss(
-            self.model.hidden(input_ids),
-            self.model.head_weight,
-            labels,
-            vocab_size=self.model.vocab_size,
-            chunk_tokens=self.loss_chunk_tokens,
-        )
-
     def micro_batch(self, num_sequences: int, seqlen: int) -> int:
-        """Sequences of one forward pass, given this rank's sequences of one optimizer step.
+        """Examples of one forward pass, given this rank's examples of one optimizer step.
 
         Raises:
-            ValueError: the step cannot be cut into equal pieces of micro_batch_tokens.
+            ValueError: the step cannot be cut into equal pieces.
         """
-        micro = min(num_sequences, max(1, self.micro_batch_tokens // seqlen))
-        if num_sequences % micro:
-            raise ValueError(
-                f"the {num_sequences} sequences of a step on one device must divide into "
-                f"micro-batches of {micro} (task.micro_batch_tokens={self.micro_batch_tokens}, "
-                f"data.seqlen={seqlen}); change task.micro_batch_tokens or data.batch_tokens"
-            )
-        return micro
+        raise NotImplementedError
+
+    def counts(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """Number of labels of each loss in this rank's batch, in the order of `loss_weights`."""
+        raise NotImplementedError
+
+    def piece(self, batch: dict[str, Any], rows: slice) -> dict[str, Any]:
+        """The examples `rows` of a batch."""
+        return {name: batch[name][rows] for name in ("input_ids", "labels")}
+
+    def sums(self, piece: dict[str, Any]) -> dict[str, Tensor]:
+        """What is summed over pieces and ranks, float32 scalars: the losses, then what is shown."""
+        raise NotImplementedError
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """The entries of `sums` whose means are minimised, and their weights."""
+        return {"loss": 1.0}
+
+    def count_of(self, name: str) -> str:
+        """Which entry of `counts` an entry of `sums` is divided by."""
+        return name
+
+    def load_weights(self, source: str) -> None:
+        """Start from the weights that `source` names."""
+        raise NotImplementedError
 
     def configure_model(self) -> None:
         """Where the strategy is FSDP2, shard the model.
@@ -136,7 +135,8 @@ class CausalLMTask(LightningModule):
         for block in self.model.blocks:
             fully_shard(block, mesh=self.device_mesh)
         fully_shard(self.model, mesh=self.device_mesh)
-        register_fsdp_forward_method(self.model, "hidden")  # the method that training calls
+        for method in self.forward_methods:
+            register_fsdp_forward_method(self.model, method)
 
     def configure_optimizers(self) -> Optimizer:
         optimizer = self.make_optimizer(self.model)
@@ -153,22 +153,25 @@ class CausalLMTask(LightningModule):
         for group, options in zip(self.optimizers().param_groups, self._configured, strict=True):
             group.update(options)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
         optimizer = self.optimizers()
         torch.manual_seed(step_seed(self.seed, self.global_step, self.global_rank))
-        num_sequences, seqlen = batch["input_ids"].shape
-        micro = self.micro_batch(num_sequences, seqlen)
-        num_tokens = self._sum_over_ranks((batch["labels"] != -100).sum())
-        # Strategies average gradients over ranks; the sum over ranks is wanted.
-        scale = self.trainer.world_size / num_tokens.clamp(min=1)
-        loss_sum = torch.zeros((), device=self.device)
-        for start in range(0, num_sequences, micro):
-            piece = slice(start, start + micro)
-            last = start + micro >= num_sequences
+        num_examples, seqlen = len(batch["input_ids"]), batch["input_ids"].shape[-1]
+        micro = self.micro_batch(num_examples, seqlen)
+        counts = self._summed(self.counts(batch))
+        totals: dict[str, Tensor] = {}
+        for start in range(0, num_examples, micro):
+            last = start + micro >= num_examples
             with nullcontext() if last else self._no_gradient_sync():
-                loss, _ = self._loss(batch["input_ids"][piece], batch["labels"][piece])
-                self.manual_backward(loss * scale)
-            loss_sum += loss.detach()
+                sums = self.sums(self.piece(batch, slice(start, start + micro)))
+                # Strategies average gradients over ranks; the sum over ranks is wanted.
+                parts = [
+                    sums[name] * (weight * self.trainer.world_size / counts[name].clamp(min=1))
+                    for name, weight in self.loss_weights.items()
+                ]
+                self.manual_backward(sum(parts[1:], parts[0]))
+            for name, value in sums.items():
+                totals[name] = totals.get(name, 0.0) + value.detach()
         grad_norm = nn.utils.clip_grad_norm_(
             self.model.parameters(), float("inf") if self.grad_clip is None else self.grad_clip
         )
@@ -184,7 +187,9 @@ class CausalLMTask(LightningModule):
             group["lr"] = group["peak_lr"] * factor
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return {"loss": self._sum_over_ranks(loss_sum) / num_tokens, "grad_norm": grad_norm}
+        totals = self._summed(totals)
+        means = {name: value / counts[self.count_of(name)] for name, value in totals.items()}
+        return {**means, "grad_norm": grad_norm}
 
     @property
     def lr(self) -> float:
@@ -192,27 +197,42 @@ class CausalLMTask(LightningModule):
         return float(self.optimizers().param_groups[0]["lr"])
 
     def on_validation_epoch_start(self) -> None:
-        self._val_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self._held_out: dict[str, Tensor] = {}
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        loss, num_tokens = self._loss(batch["input_ids"], batch["labels"])
-        self._val_sums += torch.stack([loss.double(), num_tokens.double()])
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        entries = {f"count/{name}": count for name, count in self.counts(batch).items()}
+        rows = slice(0, len(batch["input_ids"]))
+        entries |= self.sums(self.piece(batch, rows))
+        for name, value in entries.items():
+            self._held_out[name] = self._held_out.get(name, 0.0) + value.double()
 
     def on_validation_epoch_end(self) -> None:
-        loss_sum, num_tokens = self._sum_over_ranks(self._val_sums)
-        loss = loss_sum / num_tokens
-        self.log_dict({"val/loss": loss, "val/ppl": loss.exp()}, logger=False)
+        self.log_dict({f"val/{name}": v for name, v in self.means().items()}, logger=False)
         self.validated_step = self.global_step
+
+    def means(self) -> dict[str, Tensor]:
+        """Means over the held-out examples of all ranks since the epoch started."""
+        totals = self._summed(self._held_out)
+        return {
+            name: total / totals[f"count/{self.count_of(name)}"]
+            for name, total in totals.items()
+            if not name.startswith("count/")
+        }
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["model_config"] = dict(self.model.config)
 
-    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+    def _summed(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The values added over ranks, by one reduction a type."""
         if self.trainer.world_size == 1:
-            return value
-        value = value.clone()
-        torch.distributed.all_reduce(value)
-        return value
+            return values
+        summed = {}
+        for dtype in sorted({value.dtype for value in values.values()}, key=str):
+            names = [name for name, value in values.items() if value.dtype == dtype]
+            stacked = torch.stack([values[name] for name in names])
+            torch.distributed.all_reduce(stacked)
+            summed |= dict(zip(names, stacked.unbind(), strict=True))
+        return {name: summed[name] for name in values}
 
     @contextmanager
     def _no_gradient_sync(self):
@@ -226,3 +246,97 @@ class CausalLMTask(LightningModule):
                 yield
         else:
             yield
+
+
+class CausalLMTask(TrainingTask):
+    """Next-token training of a GPT.
+
+    Args:
+        model: a model.gpt.GPT, or what offers the same hidden(), head_weight, vocab_size and
+            config, from which a checkpoint rebuilds it.
+        micro_batch_tokens: tokens of one forward and backward on one device.
+        loss_chunk_tokens: tokens whose logits exist at once.
+        compile: compile the forward pass and loss with torch.compile.
+        optimizer, max_steps, warmup_fraction, decay, final_lr_fraction, grad_clip, seed: see
+            TrainingTask.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    forward_methods = ("hidden",)  # the method that training calls
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Callable[[nn.Module], Optimizer],
+        *,
+        max_steps: int,
+        warmup_fraction: float = 0.01,
+        decay: str = "linear",
+        final_lr_fraction: float = 0.0,
+        grad_clip: float | None = 1.0,
+        micro_batch_tokens: int = 65536,
+        loss_chunk_tokens: int = 8192,
+        compile: bool = False,
+        seed: int = 1111,
+    ):
+        super().__init__(
+            model,
+            optimizer,
+            max_steps=max_steps,
+            warmup_fraction=warmup_fraction,
+            decay=decay,
+            final_lr_fraction=final_lr_fraction,
+            grad_clip=grad_clip,
+            seed=seed,
+        )
+        for name, size in (
+            ("micro_batch_tokens", micro_batch_tokens),
+            ("loss_chunk_tokens", loss_chunk_tokens),
+        ):
+            if size < 1:
+                raise ValueError(f"{name} must be positive, got {size}")
+        self.micro_batch_tokens = micro_batch_tokens
+        self.loss_chunk_tokens = loss_chunk_tokens
+        # Shapes do not change during a run: dynamic=False keeps the kernels specialized to them.
+        self._loss = torch.compile(self._plain_loss, dynamic=False) if compile else self._plain_loss
+
+    def _plain_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Summed loss (float32) of one micro-batch."""
+        return linear_next_token_loss(
+            self.model.hidden(input_ids),
+            self.model.head_weight,
+            labels,
+            vocab_size=self.model.vocab_size,
+            chunk_tokens=self.loss_chunk_tokens,
+        )[0]
+
+    def micro_batch(self, num_sequences: int, seqlen: int) -> int:
+        """Sequences of one forward pass, given this rank's sequences of one optimizer step.
+
+        Raises:
+            ValueError: the step cannot be cut into equal pieces of micro_batch_tokens.
+        """
+        micro = min(num_sequences, max(1, self.micro_batch_tokens // seqlen))
+        if num_sequences % micro:
+            raise ValueError(
+                f"the {num_sequences} sequences of a step on one device must divide into "
+                f"micro-batches of {micro} (task.micro_batch_tokens={self.micro_batch_tokens}, "
+                f"data.seqlen={seqlen}); change task.micro_batch_tokens or data.batch_tokens"
+            )
+        return micro
+
+    def counts(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"loss": (batch["labels"] != IGNORE).sum()}
+
+    def sums(self, piece: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"loss": self._loss(piece["input_ids"], piece["labels"])}
+
+    def means(self) -> dict[str, Tensor]:
+        means = super().means()
+        return {**means, "ppl": means["loss"].exp()}
+
+    def load_weights(self, source: str) -> None:
+        """Start from a GPT-2 folder or hub id; see model.hf.load_into."""
+        load_into(self.model, source)

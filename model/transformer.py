@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.attention import Attention, KVCache, SelfAttention, auto_attention
+from model.attention import Attention, KVCache, Packing, SelfAttention, auto_attention
 
 
 class Embeddings(nn.Module):
@@ -69,8 +69,9 @@ class Block(nn.Module):
     float32: the residual stream keeps the precision of the embeddings.
 
     Args:
-        dim, nheads, causal, attention, softmax_scale, layer, bias: see SelfAttention; bias also
-            switches the biases of the MLP and of the norms.
+        dim, nheads, headdim, causal, attention, softmax_scale, layer, bias: see SelfAttention; bias
+            also switches the biases of the MLP and of the norms.
+        mlp_dim: hidden width of the MLP; None means 4 dim.
         attn_dropout: dropout on attention probabilities.
         resid_dropout: dropout on the output of each sublayer.
     """
@@ -80,6 +81,8 @@ class Block(nn.Module):
         dim: int,
         nheads: int,
         *,
+        headdim: int | None = None,
+        mlp_dim: int | None = None,
         causal: bool,
         attn_dropout: float = 0.0,
         resid_dropout: float = 0.0,
@@ -93,6 +96,7 @@ class Block(nn.Module):
         self.attention = SelfAttention(
             dim,
             nheads,
+            headdim=headdim,
             causal=causal,
             dropout=attn_dropout,
             attention=attention,
@@ -101,12 +105,23 @@ class Block(nn.Module):
             layer=layer,
         )
         self.norm2 = nn.LayerNorm(dim, bias=bias)
-        self.mlp = MLP(dim, 4 * dim, bias=bias)
+        self.mlp = MLP(dim, 4 * dim if mlp_dim is None else mlp_dim, bias=bias)
         self.dropout = nn.Dropout(resid_dropout)
 
-    def forward(self, x: Tensor, *, kv_cache: KVCache | None = None) -> Tensor:
-        """x (batch, seqlen, dim) -> (batch, seqlen, dim)."""
-        x = x + self.dropout(self.attention(self.norm1(x), kv_cache=kv_cache))
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        kv_cache: KVCache | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        lengths_k: Tensor | None = None,
+        packing: Packing | None = None,
+    ) -> Tensor:
+        """x (batch, seqlen, dim) -> (batch, seqlen, dim); options as in SelfAttention.forward."""
+        attended = self.attention(
+            self.norm1(x), kv_cache=kv_cache, rotary=rotary, lengths_k=lengths_k, packing=packing
+        )
+        x = x + self.dropout(attended)
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 

@@ -19,6 +19,7 @@ LIGHTNING_HOMES = {
     "model/task.py",
     "model/callbacks.py",
     "model/checkpoint.py",
+    "model/classification_task.py",
     "model/loggers.py",
 }
 

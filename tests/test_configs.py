@@ -1,7 +1,9 @@
 """Every configuration composes and builds, small and on CPU; a wrong one says what to do."""
 
+import gzip
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -34,27 +36,102 @@ def text(tmp_path):
     return path
 
 
+PATHFINDERS = ("lra_pathfinder", "pathx", "path256")
+SMALL_PATHFINDER = (
+    "data.num_train=4 data.num_val=2 data.num_test=2 data.level=6 data.prepare_workers=0"
+).split()
+
+
+@pytest.fixture
+def source(tmp_path, text):
+    """What data.source may be for an experiment: a few examples in the layout of its release."""
+
+    def make(experiment):
+        folder = tmp_path / "source"
+        folder.mkdir()
+        if experiment == "lra_listops":
+            for split in ("train", "val", "test"):
+                (folder / f"basic_{split}.tsv").write_text("Source\tTarget\n( [MAX 3 4 ] )\t4\n")
+        elif experiment == "lra_text":
+            for part in ("train/neg", "train/pos", "test/neg", "test/pos"):
+                (folder / "aclImdb" / part).mkdir(parents=True)
+                (folder / "aclImdb" / part / "0_1.txt").write_text("a review")
+        elif experiment == "lra_retrieval":
+            for split in ("train", "eval", "test"):
+                (folder / f"new_aan_pairs.{split}.tsv").write_text("1\ta\tb\tone text\tanother\n")
+        elif experiment == "lra_image":
+            images = np.zeros((5002, 28, 28), np.uint8)
+            for stem, number in (("train", 5002), ("t10k", 2)):
+                for kind, array in (("images-idx3", images), ("labels-idx1", images[:, 0, 0])):
+                    header = np.array([0x800 + array.ndim, number, *array.shape[1:]], ">i4")
+                    path = folder / f"{stem}-{kind}-ubyte.gz"
+                    path.write_bytes(gzip.compress(header.tobytes() + array[:number].tobytes(), 1))
+        else:
+            return text
+        return folder
+
+    return make
+
+
 def small(tmp_path, text, *overrides):
+    data = [f"data.source={text}"] if text else SMALL_PATHFINDER
     return composed(
         "trainer=cpu",
         "model.depth=1",
         "model.dim=16",
         "model.nheads=2",
-        f"data.source={text}",
+        *data,
         f"data.root={tmp_path}/data",
         f"runs_root={tmp_path}/runs",
         *overrides,
     )
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_experiment_builds(experiment, tmp_path, text):
-    cfg, run, data, task, trainer = train.build(
-        small(tmp_path, text, f"experiment={experiment}", "trainer=cpu")
-    )
+@pytest.mark.parametrize(
+    "experiment, recipe",
+    [(name, None) for name in EXPERIMENTS]
+    + [(name, recipe) for name in PATHFINDERS for recipe in ("paper", "fast")],
+)
+def test_experiment_builds(experiment, recipe, tmp_path, source):
+    where = None if experiment in PATHFINDERS else source(experiment)
+    options = [f"experiment={experiment}", "trainer=cpu"]
+    options += [f"recipe={recipe}"] if recipe else []
+    cfg, run, data, task, trainer = train.build(small(tmp_path, where, *options))
     assert run.folder == tmp_path / "runs" / experiment
     assert task.model.max_seqlen == data.seqlen
     assert not run.folder.exists(), "building writes nothing"
+
+
+LRA = {  # preset: (depth, nheads, dim, mlp_dim, headdim, pooling), the arena's and fly's configs
+    "lra_listops": (4, 8, 512, 1024, None, "cls"),
+    "lra_text": (4, 4, 256, 1024, None, "cls"),
+    "lra_retrieval": (4, 4, 128, 512, None, "cls"),
+    "fly_retrieval": (2, 2, 64, 128, None, "mean"),
+    "lra_image": (1, 8, 128, 128, 8, "cls"),
+    "lra_pathfinder": (4, 4, 32, 32, 4, "mean"),
+    "fly_pathfinder": (2, 2, 64, 128, None, "mean"),
+}
+
+
+@pytest.mark.parametrize("preset", LRA)
+def test_preset_states_the_published_shape(preset):
+    model = composed(f"model={preset}").model
+    keys = ("depth", "nheads", "dim", "mlp_dim", "headdim", "pooling")
+    assert tuple(model[key] for key in keys) == LRA[preset]
+
+
+@pytest.mark.parametrize("experiment", PATHFINDERS)
+def test_recipes_of_pathfinder_say_what_they_are_given(experiment):
+    """The paper's: labels only, all pixels, 200 epochs. Ours: a dense target, non-zero pixels."""
+    paper, fast = (composed(f"experiment={experiment}", f"recipe={r}") for r in ("paper", "fast"))
+    assert not (paper.data.dense_target or paper.task.dense_weight or paper.model.foreground)
+    assert paper.trainer.max_steps * paper.data.batch_size == 200 * 160_000
+    assert paper.model.positions == "learned" and fast.model.positions == "rotary_2d"
+    assert fast.data.dense_target and fast.task.dense_weight and fast.model.foreground
+    for cfg in (paper, fast):
+        assert cfg.data.level == 14 and cfg.data.num_train == 160_000
+        assert cfg.model.image_size == cfg.data.size and cfg.seed == 1111
+        train.check_options(cfg)
 
 
 @pytest.mark.parametrize("experiment", PAPER)
@@ -138,6 +215,25 @@ def test_wrong_configuration_says_what_to_do_in_one_line(
     with pytest.raises(SystemExit, match=message) as stop:
         with train.one_line_errors(train.BUILD_ERRORS):
             train.build(small(tmp_path, text, *overrides))
+    assert "\n" not in str(stop.value) and str(stop.value).startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["data.size=64"], "data.seqlen=4096 is longer than the 1024 positions"),
+        (["data.size=48"], "size must be one of"),
+        (["model.num_classes=3"], "num_classes=3 must be the 2 of the data"),
+        (["model.vocab_size=10"], "vocab_size=10 must be at least 256"),
+        (["task.dense_weight=1.0"], "needs a dense head: set model.num_dense_classes"),
+        (["data.batch_size=6", "task.micro_batch_size=4"], "must divide into micro-batches of 4"),
+        (["init_from=nowhere"], "no run at nowhere"),
+    ],
+)
+def test_wrong_classification_says_what_to_do_in_one_line(overrides, message, tmp_path):
+    with pytest.raises(SystemExit, match=message) as stop:
+        with train.one_line_errors(train.BUILD_ERRORS):
+            train.build(small(tmp_path, None, "experiment=lra_pathfinder", *overrides))
     assert "\n" not in str(stop.value) and str(stop.value).startswith("error: ")
 
 

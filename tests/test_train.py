@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,13 @@ SMALL = (
     "callbacks.metrics.every_n_steps=3 callbacks.checkpoints.every_n_steps=4 trainer=cpu "
     "model.embd_dropout=0.1 sample_tokens=4 sample_prompt=The"
 ).split()
+IMAGES = (  # Pathfinder, labels and a dense target, non-zero pixels
+    "experiment=lra_pathfinder recipe=fast trainer=cpu model.depth=1 model.dim=16 model.nheads=2 "
+    "model.mlp_dim=16 data.level=6 data.num_train=64 data.num_val=30 data.num_test=70 "
+    "data.batch_size=8 data.val_batch_size=4 data.num_workers=0 data.prepare_workers=0 "
+    "task.micro_batch_size=4 trainer.max_steps=4 trainer.val_check_interval=2 "
+    "callbacks.metrics.every_n_steps=2"
+).split()
 SENTENCES = "The whale swims. The ship sails. The sailor sings of whales and of ships. "
 
 
@@ -30,9 +38,10 @@ def workplace(tmp_path_factory):
     return folder
 
 
-def run(workplace, *overrides, code=0, launcher=()):
+def run(workplace, *overrides, code=0, launcher=(), images=False):
     replaced = {override.split("=")[0] for override in overrides}
-    defaults = [*SMALL, f"data.source={workplace}/text", f"data.root={workplace}/data"]
+    defaults = IMAGES if images else [*SMALL, f"data.source={workplace}/text"]
+    defaults = [*defaults, f"data.root={workplace}/data"]
     defaults = [default for default in defaults if default.split("=")[0] not in replaced]
     done = subprocess.run(
         [sys.executable, *launcher, str(ROOT / "train.py"), *overrides, *defaults],
@@ -104,6 +113,35 @@ def test_two_processes_train_like_one(workplace, strategy):
         for name in (one, strategy)
     }
     assert losses[strategy] == pytest.approx(losses[one], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_images_are_classified_alike_by_one_process_and_two(workplace):
+    """The last batches of two processes are filled up, and each image still counts once."""
+    outs = [run(workplace, "run_name=images", images=True)]
+    assert "marker-only floor on the same set" in outs[0] and "dense target" in outs[0]
+    assert "sample" not in outs[0]
+    options = ["run_name=images-ddp", "trainer=ddp", "trainer.accelerator=cpu"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options += ["trainer.devices=2", "task.micro_batch_size=2"]
+    outs.append(run(workplace, *options, launcher=launcher, images=True))
+    reports = [re.findall(r"accuracy \((.*?)\): (\S+) .*95 %, (\d+) examples", out) for out in outs]
+    assert reports[0] == reports[1] and [number for *_, number in reports[0]] == ["30", "70"]
+    for key in ("train/loss", "train/dense_loss", "val/loss", "val/accuracy"):
+        one, two = (
+            [float(row[key]) for row in rows(workplace, name) if row[key]]
+            for name in ("images", "images-ddp")
+        )
+        assert one and two == pytest.approx(one, rel=1e-4), key
+
+
+@pytest.mark.slow
+def test_images_start_from_an_easier_run(workplace):
+    run(workplace, "run_name=easy", images=True)
+    options = ["run_name=next", "init_from=outputs/runs/easy", "trainer.max_steps=2"]
+    options += ["task.dense_weight=0", "model.num_dense_classes=0"]
+    out = run(workplace, *options, images=True)
+    assert "accuracy (test, best-00000002.ckpt)" in out and "dense target" not in out
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """data/classification.py and data/long_range.py: batches, order, resumes, held-out examples."""
 
 import inspect
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -287,3 +288,30 @@ def test_global_random_state_is_left_alone(pathfinder):
     list(data.val_dataloader())
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert (np.random.get_state()[1] == numpy_state).all()
+
+
+def test_pathfinder_stands_beside_its_shortcut_floor(tmp_path):
+    data = PathfinderData(
+        size=32,
+        level=6,
+        batch_size=4,
+        num_train=4,
+        num_val=3,
+        num_test=120,
+        test_limit=100,
+        prepare_workers=0,
+        root=str(tmp_path),
+    )
+    opened(data)
+    assert re.fullmatch(
+        r"marker-only floor on the same set: [0-9.]+% \+- [0-9.]+% \(95 %, 100 examples\)",
+        data.comparison("test"),
+    )
+    assert "not measured, at least 60 examples are needed" in data.comparison("val")
+
+
+def test_stand_ins_are_named_and_published_data_are_not(reviews, tmp_path):
+    data = LongRangeData(task="text", source=reviews, seqlen=8, batch_size=2, root=str(tmp_path))
+    assert data.comparison("test") == ""
+    data.stand_in = "something else"
+    assert data.comparison("test").endswith("not comparable with published results: something else")

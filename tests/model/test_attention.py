@@ -9,8 +9,10 @@ import torch
 
 from model.attention import (
     KVCache,
+    Packing,
     SelfAttention,
     auto_attention,
+    packed_attention,
     reference_attention,
     sdpa_attention,
 )
@@ -58,6 +60,29 @@ def test_sdpa_attention_gradient_is_finite_where_rows_see_no_key():
     assert q.grad[:, :5].eq(0).all() and q.grad[:, 6:].abs().sum() > 0
 
 
+@pytest.mark.parametrize("seqlen_q,seqlen_k", [(7, 7), (4, 9), (9, 4), (1, 9)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sdpa_attention_hides_keys_beyond_their_length(seqlen_q, seqlen_k, causal):
+    q, lengths = torch.randn(3, seqlen_q, 4, 5), torch.tensor([seqlen_k, 3, 0])
+    k, v = torch.randn(2, 3, seqlen_k, 2, 5).unbind(0)
+    out = sdpa_attention(q, k, v, causal=causal, lengths_k=lengths)
+    expected = reference_attention(q, k, v, causal=causal, lengths_k=lengths)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    assert out[2].eq(0).all()
+
+
+@pytest.mark.parametrize("attention", [sdpa_attention, reference_attention, auto_attention])
+def test_packed_attention_is_attention_within_each_sequence(attention):
+    packing = Packing(torch.tensor([0, 3, 3, 10, 12], dtype=torch.int32), 9)
+    q, k, v = torch.randn(3, 12, 2, 4).unbind(0)
+    out = packed_attention(attention, q, k, v, packing, softmax_scale=0.3)
+    for start, stop in ((0, 3), (3, 10), (10, 12)):
+        piece = (x[None, start:stop] for x in (q, k, v))
+        expected = attention(*piece, softmax_scale=0.3)[0]
+        torch.testing.assert_close(out[start:stop], expected)
+    assert packing.sequence_ids(12).tolist() == [0] * 3 + [2] * 7 + [3] * 2
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -65,7 +90,6 @@ def test_sdpa_attention_gradient_is_finite_where_rows_see_no_key():
         {"window": (None, 0)},
         {"softcap": 1.0},
         {"alibi_slopes": torch.ones(2)},
-        {"lengths_k": torch.ones(1, dtype=torch.int32)},
         {"dropout_seed": 0},
         {"return_lse": True},
         {"kernel": "portable"},
@@ -98,6 +122,7 @@ def test_auto_attention_is_flash_on_cuda(monkeypatch):
 
 def test_models_import_where_triton_is_absent():
     code = "import sys; sys.modules['triton'] = None; import model.hf, model.generation"
+    code += ", model.long_range"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from model.gpt import GPT
-from model.optim import param_groups, warmup_cosine, warmup_linear
+from model.optim import param_groups, warmup_cosine, warmup_linear, warmup_rsqrt
 
 
 def test_only_matrices_decay():
@@ -92,3 +92,12 @@ def test_schedule_without_warmup_or_decay():
     assert warmup_linear(5, 5, 5) == 1.0
     with pytest.raises(ValueError, match=r"warmup_steps must be in \[0, total_steps = 4\], got 5"):
         warmup_linear(0, 5, 4)
+
+
+def test_rsqrt_is_the_arenas_schedule():
+    base = 0.05  # times min(1, step / warmup) / sqrt(max(step, warmup))
+    for step in (0, 3, 10, 11, 40, 99):
+        expected = base * min(1.0, step / 10) / max(step, 10) ** 0.5
+        assert base / 10**0.5 * warmup_rsqrt(step, 10, 100) == pytest.approx(expected)
+    assert warmup_rsqrt(90, 10, 100, final_fraction=0.5) == 0.5
+    assert warmup_rsqrt(4, 0, 100) == 0.5
