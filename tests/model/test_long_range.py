@@ -216,3 +216,22 @@ def test_inputs_that_do_not_fit_are_refused():
         make_image()(torch.zeros(2, 35, dtype=torch.int64))
     with pytest.raises(ValueError, match="needs a model with foreground=true"):
         make_image()(images(), **packed(images()))
+
+
+def test_our_kernels_serve_packed_and_masked_foreground():
+    """The packed kernel, and key padding, as on a GPU; in Triton's interpreter without one."""
+    flash_attention = pytest.importorskip("flash_kernels").flash_attention
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    input_ids = images(2).to(device)
+    options = {"foreground": True, "depth": 1}
+    ours, plain = (
+        make_image(attention=attention, **options).to(device)
+        for attention in (flash_attention, sdpa_attention)
+    )
+    expected = plain(input_ids).logits
+    for extra in (packed(input_ids), {}):
+        out = ours(input_ids, **extra).logits
+        torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-3)
+        ours.zero_grad()
+        out.sum().backward()
+        assert ours.blocks[0].attention.qkv.weight.grad.isfinite().all()
