@@ -8,27 +8,22 @@ windows do not overlap, and attention crosses document ends, as in the paper's d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
-from data.order import rank_sample_ids
 from data.prepare import SPLIT_SEED, prepare, store_folder
 from data.sources import open_source
+from data.stepped import IGNORED_LABEL, Batch, MakeStep, SteppedData
 from data.token_store import TokenStore, is_finished
 from data.tokenizer import Tokenizer, load_tokenizer
 
-IGNORED_LABEL = -100
 
-Batch = dict[str, torch.Tensor]
-
-
-class CausalLMData(lightning.LightningDataModule):
+class CausalLMData(SteppedData):
     """Training steps and held-out windows of one corpus.
 
     The train loader never ends and has no length. One item is this process's share of one optimizer
@@ -78,7 +73,7 @@ class CausalLMData(lightning.LightningDataModule):
         num_workers: int = 0,
         prepare_workers: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(seed=seed, num_workers=num_workers)
         if seqlen < 1:
             raise ValueError(f"seqlen must be at least 1, got {seqlen}")
         if batch_tokens < 1 or batch_tokens % seqlen:
@@ -92,8 +87,6 @@ class CausalLMData(lightning.LightningDataModule):
             raise ValueError(f"val_tokens_limit must be at least 1, got {val_tokens_limit}")
         if val_fraction is not None and not 0 <= val_fraction < 1:
             raise ValueError(f"val_fraction must be in [0, 1), got {val_fraction}")
-        if num_workers < 0:
-            raise ValueError(f"num_workers must not be negative, got {num_workers}")
         self.seqlen = seqlen
         self.batch_tokens = batch_tokens
         self.batch_size = batch_tokens // seqlen
@@ -101,12 +94,7 @@ class CausalLMData(lightning.LightningDataModule):
         self.vocab_size = self.tokenizer.vocab_size
         self._val_batch_size = max(1, val_batch_tokens // seqlen)
         self._val_tokens_limit = val_tokens_limit
-        self._seed = seed
-        self._num_workers = num_workers
         self._store: TokenStore | None = None
-        self._start_position = 0
-        self._start_step = 0
-        self._resumed_fingerprint: str | None = None
         self._prepare_options: dict[str, Any] = {
             "tokenizer": self.tokenizer,
             "val_fraction": val_fraction,
@@ -153,13 +141,6 @@ class CausalLMData(lightning.LightningDataModule):
         """Identifies tokens and their order: equal fingerprints continue each other's positions."""
         return f"{self.store.fingerprint}-seqlen{self.seqlen}-seed{self._seed}"
 
-    @property
-    def position(self) -> int:
-        """Samples consumed by finished optimizer steps, over all processes and resumed runs."""
-        step = self.trainer.global_step if self.trainer is not None else self._start_step
-        # Lightning restores this state before global_step, and may ask for a loader in between.
-        return self._start_position + max(0, step - self._start_step) * self.batch_size
-
     def prepare_data(self) -> None:
         """Make the store if it is missing. Called on one process of each machine."""
         if self._source is not None and not is_finished(self._folder):
@@ -169,7 +150,7 @@ class CausalLMData(lightning.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Open the store and check that the batch fits the processes and the data."""
-        world_size = self._world()[1]
+        world_size = self.world()[1]
         if self.batch_size % world_size:
             raise ValueError(
                 f"batch_tokens / seqlen must be a multiple of the number of processes, got "
@@ -192,64 +173,14 @@ class CausalLMData(lightning.LightningDataModule):
                 f"{self.num_train_tokens}: use more text or a smaller seqlen"
             )
 
-    def sample_ids(self, step: int) -> np.ndarray:
-        """Ids of the windows that optimizer step `step` (trainer.global_step before it) consumes.
-
-        Returns:
-            (batch_size,) int64, over all processes in rank order.
-        """
-        position = self._start_position + (step - self._start_step) * self.batch_size
-        return rank_sample_ids(
-            position,
-            batch_size=self.batch_size,
-            rank=0,
-            world_size=1,
-            seed=self._seed,
-            num_samples=self.num_samples,
-        )
-
-    def train_dataloader(self) -> DataLoader:
-        """Endless steps from `position` on.
-
-        Raises:
-            ValueError: the loaded state belongs to other tokens, another seqlen or another seed.
-        """
-        if self._resumed_fingerprint not in (None, self.fingerprint):
-            raise ValueError(
-                f"the checkpoint must be continued on the data that it was trained on, "
-                f"{self._resumed_fingerprint}, got {self.fingerprint}: restore source, seqlen and "
-                "seed, or start a new run from the weights alone"
-            )
-        rank, world_size = self._world()
-        steps = self._train_steps(
-            seqlen=self.seqlen,
-            position=self.position,
-            batch_size=self.batch_size,
-            rank=rank,
-            world_size=world_size,
-            seed=self._seed,
-        )
-        return self._loader(steps, self._num_workers)
-
-    def _train_steps(self, **options: Any) -> TrainSteps:
-        return TrainSteps(self.store, **options)
+    def train_batch(self) -> MakeStep:
+        return partial(next_token_batch, self.store, self.seqlen)
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
         """Empty if nothing is held out."""
-        batches = self._val_batches(*self._world())
-        return [] if batches is None else self._loader(batches, 0)
-
-    def _val_batches(self, rank: int, world_size: int) -> Dataset | None:
-        if not self.num_val_tokens:
-            return None
-        return _ValBatches(
-            self.store,
-            seqlen=self.seqlen,
-            batch_size=self._val_batch_size,
-            num_tokens=self.num_val_tokens,
-            rank=rank,
-            world_size=world_size,
-        )
+        num_windows = math.ceil(self.num_val_tokens / self.seqlen)
+        make = partial(held_out_batch, self.store, self.seqlen, self.num_val_tokens)
+        return self.held_out_loader(make, num_windows, self._val_batch_size)
 
     def test_dataloader(self) -> DataLoader | list[DataLoader]:
         """The validation windows: the paper's code has no third split either."""
@@ -259,36 +190,6 @@ class CausalLMData(lightning.LightningDataModule):
         """Perplexity, on the held-out tokens in use, of a unigram model of the training split."""
         val_ids = self.store.val.read(0, self.num_val_tokens)
         return unigram_perplexity(self.store.train_counts(), val_ids)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "position": self.position,
-            "global_step": self.trainer.global_step if self.trainer is not None else 0,
-            "fingerprint": self.fingerprint,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the saved position; `train_dataloader` checks that the data are the same."""
-        self._start_position = int(state_dict["position"])
-        self._start_step = int(state_dict["global_step"])
-        self._resumed_fingerprint = state_dict["fingerprint"]
-
-    def _world(self) -> tuple[int, int]:
-        if self.trainer is None:
-            return 0, 1
-        return self.trainer.global_rank, self.trainer.world_size
-
-    def _loader(self, dataset: Dataset, num_workers: int) -> DataLoader:
-        on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return DataLoader(
-            dataset,
-            batch_size=None,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-            pin_memory=on_cuda,
-            # Without its own generator a loader draws a seed from torch's global one.
-            generator=torch.Generator().manual_seed(self._seed),
-        )
 
 
 def unigram_perplexity(train_counts: np.ndarray, val_ids: np.ndarray) -> float:
@@ -310,109 +211,32 @@ def unigram_perplexity(train_counts: np.ndarray, val_ids: np.ndarray) -> float:
     return math.exp(-float(val_counts @ log_probs) / len(val_ids))
 
 
-class TrainSteps(IterableDataset):
-    """Endless: this process's share of one optimizer step after another."""
-
-    def __init__(
-        self,
-        store: TokenStore,
-        *,
-        seqlen: int,
-        position: int,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-    ) -> None:
-        self._store = store
-        self._seqlen = seqlen
-        self._position = position
-        self._batch_size = batch_size
-        self._rank = rank
-        self._world_size = world_size
-        self._seed = seed
-
-    def __iter__(self) -> Iterator[Batch]:
-        # A DataLoader takes items from its workers in turn, so worker i makes every n-th step.
-        worker = get_worker_info()
-        first, stride = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        position = self._position + first * self._batch_size
-        while True:
-            yield self._step(position)
-            position += stride * self._batch_size
-
-    def _step(self, position: int) -> Batch:
-        split = self._store.train
-        ids = rank_sample_ids(
-            position,
-            batch_size=self._batch_size,
-            rank=self._rank,
-            world_size=self._world_size,
-            seed=self._seed,
-            num_samples=(split.num_tokens - 1) // self._seqlen,
-        )
-        rows = [split.read(int(i) * self._seqlen, self._seqlen + 1) for i in ids]
-        return _shifted(np.stack(rows))
-
-
-class _ValBatches(Dataset):
-    """The first tokens of the held-out split as labels, each once; equally many batches per rank.
-
-    An end-of-text token stands before the first one, so that it too is predicted.
-    """
-
-    def __init__(
-        self,
-        store: TokenStore,
-        *,
-        seqlen: int,
-        batch_size: int,
-        num_tokens: int,
-        rank: int,
-        world_size: int,
-    ) -> None:
-        self._store = store
-        self._seqlen = seqlen
-        self._num_tokens = num_tokens
-        self._num_windows = math.ceil(num_tokens / seqlen)
-        # No larger than a rank's share: a small split is not padded up to a large batch.
-        share = math.ceil(self._num_windows / world_size)
-        self._batch_size = min(batch_size, share)
-        self._num_batches = math.ceil(share / self._batch_size)
-        self._rank = rank
-        self._world_size = world_size
-
-    def __len__(self) -> int:
-        return self._num_batches
-
-    def __getitem__(self, index: int) -> Batch:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        first = (index * self._world_size + self._rank) * self._batch_size
-        rows = [self._window(w) for w in range(first, first + self._batch_size)]
-        inputs, labels = zip(*rows, strict=True)
-        return {
-            "input_ids": torch.from_numpy(np.stack(inputs)),
-            "labels": torch.from_numpy(np.stack(labels)),
-        }
-
-    def _window(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        inputs = np.full(self._seqlen, self._store.eot, dtype=np.int64)
-        labels = np.full(self._seqlen, IGNORED_LABEL, dtype=np.int64)
-        start = window * self._seqlen
-        length = min(self._seqlen, self._num_tokens - start)
-        if length > 0:
-            labels[:length] = self._store.val.read(start, length)
-            before = max(start - 1, 0)
-            inputs[before - (start - 1) : length] = self._store.val.read(
-                before, start + length - 1 - before
-            )
-        return inputs, labels
-
-
-def _shifted(rows: np.ndarray) -> Batch:
-    """Inputs and labels of rows of seqlen + 1 tokens."""
+def next_token_batch(
+    store: TokenStore, seqlen: int, ids: np.ndarray, positions: np.ndarray
+) -> Batch:
+    """Inputs and labels of windows `ids` of the training split, each (n, seqlen)."""
+    rows = np.stack([store.train.read(int(i) * seqlen, seqlen + 1) for i in ids])
     return {
         "input_ids": torch.from_numpy(rows[:, :-1].copy()),
         "labels": torch.from_numpy(rows[:, 1:].copy()),
     }
+
+
+def held_out_batch(store: TokenStore, seqlen: int, num_tokens: int, windows: np.ndarray) -> Batch:
+    """Windows of the first num_tokens held-out tokens, which are the labels.
+
+    An end-of-text token stands before the first one, so that it too is predicted. What lies behind
+    the last one, whole windows too, has no labels.
+    """
+    inputs = np.full((len(windows), seqlen), store.eot, dtype=np.int64)
+    labels = np.full((len(windows), seqlen), IGNORED_LABEL, dtype=np.int64)
+    for row, window in enumerate(windows):
+        start = int(window) * seqlen
+        length = min(seqlen, num_tokens - start)
+        if length > 0:
+            labels[row, :length] = store.val.read(start, length)
+            before = max(start - 1, 0)
+            inputs[row, before - (start - 1) : length] = store.val.read(
+                before, start + length - 1 - before
+            )
+    return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}

@@ -5,17 +5,17 @@ Stores are tokenized with BERT's WordPiece, whose special ids the samples need (
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader
 
-from data.causal_lm import Batch, CausalLMData, TrainSteps
-from data.masked_samples import IGNORED_LABEL, MaskedOptions, MaskedSamples, Sample
-from data.order import permute, rank_sample_ids
+from data.causal_lm import CausalLMData
+from data.masked_samples import MaskedOptions, MaskedSamples, Sample
+from data.order import permute
 from data.prepare import SPLIT_SEED
+from data.stepped import IGNORED_LABEL, Batch, MakeStep
 from data.wordpiece import BERT_UNCASED
 
 _VAL_SEED = 0  # the held-out examples and their masks are the same in every run
@@ -155,101 +155,40 @@ class MaskedLMData(CausalLMData):
                 f"{self.num_train_tokens} tokens: use more text"
             )
 
-    def _train_steps(self, **options: Any) -> TrainSteps:
-        return _MaskedSteps(
-            self.store,
-            samples=self.samples("train"),
-            pad=self.tokenizer.special.pad,
-            packed=self._packed,
-            **options,
-        )
+    @property
+    def _form(self) -> dict[str, int | bool]:
+        """The options of collate."""
+        pad = self.tokenizer.special.pad
+        return {"seqlen": self.seqlen, "pad": pad, "packed": self._packed}
 
-    def _val_batches(self, rank: int, world_size: int) -> Dataset | None:
-        if not self.num_val_samples:
-            return None
-        return _ValExamples(
-            self.samples("val"),
-            num_samples=self.num_val_samples,
-            seqlen=self.seqlen,
-            pad=self.tokenizer.special.pad,
-            packed=self._packed,
-            batch_size=self._val_batch_size,
-            rank=rank,
-            world_size=world_size,
-        )
+    def train_batch(self) -> MakeStep:
+        return partial(masked_batch, self.samples("train"), self._form)
+
+    def val_dataloader(self) -> DataLoader | list[DataLoader]:
+        """Empty if nothing is held out."""
+        number = self.num_val_samples
+        make = partial(held_out_batch, self.samples("val"), self._form, number)
+        return self.held_out_loader(make, number, self._val_batch_size)
 
 
-class _MaskedSteps(TrainSteps):
-    """This process's share of one optimizer step after another, masked."""
-
-    def __init__(
-        self, *args: Any, samples: MaskedSamples, pad: int, packed: bool, **options: Any
-    ) -> None:
-        super().__init__(*args, **options)
-        self._samples = samples
-        self._pad = pad
-        self._packed = packed
-
-    def _step(self, position: int) -> Batch:
-        num_samples = len(self._samples)
-        ids = rank_sample_ids(
-            position,
-            batch_size=self._batch_size,
-            rank=self._rank,
-            world_size=self._world_size,
-            seed=self._seed,
-            num_samples=num_samples,
-        )
-        first = position + self._rank * len(ids)
-        rows = [
-            self._samples.sample(int(sample_id), (first + i) // num_samples)
-            for i, sample_id in enumerate(ids)
-        ]
-        return collate(rows, seqlen=self._seqlen, pad=self._pad, packed=self._packed)
+def masked_batch(
+    samples: MaskedSamples, form: dict, ids: np.ndarray, positions: np.ndarray
+) -> Batch:
+    """Samples `ids`, masked as the epoch that their position is in asks."""
+    epochs = positions // len(samples)
+    rows = [samples.sample(int(i), int(epoch)) for i, epoch in zip(ids, epochs, strict=True)]
+    return collate(rows, **form)
 
 
-class _ValExamples(Dataset):
-    """Held-out examples, each once; equally many batches per rank."""
-
-    def __init__(
-        self,
-        samples: MaskedSamples,
-        *,
-        num_samples: int,
-        seqlen: int,
-        pad: int,
-        packed: bool,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-    ) -> None:
-        self._samples = samples
-        self._num_samples = num_samples
-        self._seqlen = seqlen
-        self._pad = pad
-        self._packed = packed
-        # No larger than a rank's share: a small split is not padded up to a large batch.
-        share = math.ceil(num_samples / world_size)
-        self._batch_size = min(batch_size, share)
-        self._num_batches = math.ceil(share / self._batch_size)
-        self._rank = rank
-        self._world_size = world_size
-
-    def __len__(self) -> int:
-        return self._num_batches
-
-    def __getitem__(self, index: int) -> Batch:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        first = (index * self._world_size + self._rank) * self._batch_size
-        places = np.arange(first, min(first + self._batch_size, self._num_samples))
-        # A limit takes examples from the whole split, not its first documents.
-        ids = permute(places, seed=_VAL_SEED, epoch=0, num_samples=len(self._samples))
-        rows = [self._samples.sample(int(sample_id), 0) for sample_id in ids]
-        nothing = np.full(1, IGNORED_LABEL)
-        filler = Sample(np.full(1, self._pad), nothing, np.zeros(1, np.int64), IGNORED_LABEL)
-        rows += [filler] * (self._batch_size - len(rows))
-        return collate(rows, seqlen=self._seqlen, pad=self._pad, packed=self._packed)
+def held_out_batch(samples: MaskedSamples, form: dict, number: int, places: np.ndarray) -> Batch:
+    """Held-out examples, filled up with single padding tokens without labels."""
+    real = places[places < number]
+    # A limit takes examples from the whole split, not its first documents.
+    ids = permute(real, seed=_VAL_SEED, epoch=0, num_samples=len(samples))
+    rows = [samples.sample(int(sample_id), 0) for sample_id in ids]
+    nothing = np.full(1, IGNORED_LABEL)
+    filler = Sample(np.full(1, form["pad"]), nothing, np.zeros(1, np.int64), IGNORED_LABEL)
+    return collate(rows + [filler] * (len(places) - len(real)), **form)
 
 
 def collate(rows: list[Sample], *, seqlen: int, pad: int, packed: bool) -> Batch:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data.stepped import IGNORED_LABEL
 from data.token_store import TokenSplit
 from data.wordpiece import SpecialIds
 
-IGNORED_LABEL = -100
 _MASKED, _RANDOM = 0.8, 0.1  # of the chosen tokens; the rest stays as it is
 _MIN_WINDOW = 2  # a pair needs a token on either side
 _TRIES = 10  # at finding another document, as in the released code

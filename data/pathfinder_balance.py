@@ -4,10 +4,9 @@ A finished pair of snakes with its marks is kept with probability min(1, p(other
 label)), where p is fitted on the discs' positions alone (data.marker_shortcut). Then both labels
 leave the same positions behind, up to the error of the fit, and the label is a coin drawn before.
 
-The shipped models are fitted on 36,000 scenes a set (18,000 at 64 pixels) of level 14 and 24,000 of
-the easier levels. What fresh trees still find after thinning, on held-out scenes of level 14: 51.6,
-51.4, 50.8 and 50.6 % at 32, 64, 128 and 256 pixels, where they find 67.5, 79, 57 and 68 % before;
-of level 6, 51.1 and 52.6 % at 32 and 128 pixels. Their standard errors are 0.3 to 0.6 points.
+The shipped models are fitted on 36,000 scenes a set (18,000 at 64 pixels) of level 14 and 24,000
+of the easier levels, by fit_balance_model and save_balance_models below. A little of the shortcut
+stays: `python -m scripts.prepare_data pathfinder --size 32 --balanced` prints what trees find.
 """
 
 from __future__ import annotations

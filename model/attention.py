@@ -97,7 +97,9 @@ def sdpa_attention(
         keep_mask = keep_mask.tril(seqlen_k - seqlen_q)
     if lengths_k is not None:
         is_real = torch.arange(seqlen_k, device=q.device) < lengths_k[:, None]
-        is_real = is_real[:, None, None, :]
+        # Where no key is real torch's rows and gradients are undefined: let them see padding; their
+        # result becomes zero below.
+        is_real = (is_real | (lengths_k == 0)[:, None])[:, None, None, :]
         if causal and keep_mask is None and seqlen_q >= seqlen_k:
             shape = (q.shape[1], seqlen_k)
             keep_mask = torch.ones(shape, dtype=torch.bool, device=q.device).tril()
@@ -237,6 +239,25 @@ class Packing(NamedTuple):
         # The size is given, so that nothing waits for the device to tell it.
         return ids.repeat_interleave(self.lengths, output_size=num_tokens)
 
+    def positions(self, num_tokens: int) -> Tensor:
+        """(num_tokens,) int64: the place of each token in its sequence."""
+        starts = self.cu_seqlens[self.sequence_ids(num_tokens)]
+        return torch.arange(num_tokens, device=starts.device) - starts
+
+
+def pack(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Real tokens of a padded batch, and where each sequence starts.
+
+    Args:
+        padded: (batch, seqlen, ...), padding at the right end.
+        lengths: (batch,) integers.
+
+    Returns:
+        (total, ...) and cu_seqlens (batch + 1,) int32.
+    """
+    is_real = torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
+    return padded[is_real], F.pad(lengths.cumsum(0), (1, 0)).int()
+
 
 def packed_attention(
     attention: Attention, q: Tensor, k: Tensor, v: Tensor, packing: Packing, **options
@@ -270,8 +291,7 @@ def packed_attention(
             **options,
         )
     batch, total = len(cu_seqlens) - 1, q.shape[0]
-    sequence = packing.sequence_ids(total)
-    slot = torch.arange(total, device=q.device) - cu_seqlens[sequence]
+    sequence, slot = packing.sequence_ids(total), packing.positions(total)
     padded = []
     for packed in (q, k, v):
         rows = packed.new_zeros(batch, max_seqlen, *packed.shape[1:])

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.attention import Attention
+from model.attention import Attention, Packing, auto_attention, packed_attention
 from model.bert_layers import BertEmbeddings, MLMHead, PostNormBlock
 from model.transformer import init_normal
-from model.varlen import packed_positions, padded_attention, varlen_attention
 
 INIT_STD = 0.02
 #: Constructor arguments of the published sizes.
@@ -50,8 +49,8 @@ class BERT(nn.Module):
         attn_dropout: on the attention probabilities, in [0, 1).
         pooler: tanh layer on the first token; the NSP head needs it.
         mlm_head, nsp_head: which heads exist.
-        attention: of padded batches, flash_kernels.flash_attention's signature with lengths_k.
-        packed_attention: of packed batches, flash_kernels.flash_attention_varlen's signature.
+        attention: function with flash_kernels.flash_attention's signature, lengths_k included;
+            packed batches go through model.attention.packed_attention.
         vocab_multiple: the token table has vocab_size rows rounded up to a multiple of this.
             Padding rows start at zero, and are sliced off the logits.
 
@@ -77,8 +76,7 @@ class BERT(nn.Module):
         pooler: bool = True,
         mlm_head: bool = True,
         nsp_head: bool = True,
-        attention: Attention = padded_attention,
-        packed_attention: Attention = varlen_attention,
+        attention: Attention = auto_attention,
         vocab_multiple: int = 64,
     ) -> None:
         super().__init__()
@@ -112,7 +110,6 @@ class BERT(nn.Module):
         self.vocab_size = vocab_size
         self.max_seqlen = max_seqlen
         self.attention = attention
-        self.packed_attention = packed_attention
 
         num_rows = -(-vocab_size // vocab_multiple) * vocab_multiple
         self.embeddings = BertEmbeddings(
@@ -182,14 +179,9 @@ class BERT(nn.Module):
             and max_seqlen is not None
             and lengths is None
         ):
-            longest, position_ids = max_seqlen, packed_positions(cu_seqlens, len(input_ids))
-            attend = partial(
-                self.packed_attention,
-                cu_seqlens_q=cu_seqlens,
-                cu_seqlens_k=cu_seqlens,
-                max_seqlen_q=max_seqlen,
-                max_seqlen_k=max_seqlen,
-            )
+            packing = Packing(cu_seqlens, max_seqlen)
+            longest, position_ids = max_seqlen, packing.positions(len(input_ids))
+            attend = partial(packed_attention, self.attention, packing=packing)
         else:
             raise ValueError(
                 "input_ids must be (batch, seqlen) without cu_seqlens and max_seqlen, or (total,) "

@@ -3,17 +3,13 @@
 The heads of a loaded model are those that the checkpoint holds. transformers is not needed.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import safetensors
-import safetensors.torch
 import torch
-from torch import Tensor
 
-from model.attention import Attention
+from model.attention import Attention, auto_attention
 from model.bert import BERT
 from model.hf import resize_positions
 from model.hf_bert import (
@@ -25,15 +21,20 @@ from model.hf_bert import (
     model_type_of,
     plain_state,
 )
-from model.hf_files import find_model, read_config, read_weights, write_file
-from model.varlen import padded_attention, varlen_attention
+from model.hf_files import (
+    find_model,
+    read_config,
+    read_own,
+    read_weights,
+    write_model,
+    write_own,
+)
 
 
 def load_bert(
     source: str | os.PathLike,
     *,
-    attention: Attention = padded_attention,
-    packed_attention: Attention = varlen_attention,
+    attention: Attention = auto_attention,
     max_seqlen: int | None = None,
     vocab_multiple: int | None = None,
     resid_dropout: float | None = None,
@@ -44,7 +45,7 @@ def load_bert(
 
     Args:
         source: a folder in Hugging Face's layout, a hub id, or a file that save_bert wrote.
-        attention, packed_attention: see BERT.
+        attention: see BERT.
         max_seqlen: another length of the position table (hf.resize_positions); default as stored.
         vocab_multiple, resid_dropout, attn_dropout: see BERT; default as stored, and 64 for the
             vocab_multiple of a Hugging Face model.
@@ -57,7 +58,7 @@ def load_bert(
         FileNotFoundError, ConnectionError: see hf_files.find_model.
     """
     if Path(source).suffix == ".safetensors":
-        config, state = _read_saved(Path(source))
+        config, state = read_own(Path(source), "bert_config", "save_bert")
         # The one form that both kinds of file share: theirs, without padding rows.
         state = bert_to_hf(state, config)
     else:
@@ -77,7 +78,7 @@ def load_bert(
         table = state["embeddings.positions.weight"]
         longer = resize_positions(table[offset:], max_seqlen)
         state["embeddings.positions.weight"] = torch.cat([table[:offset], longer])
-    model = BERT(**config, attention=attention, packed_attention=packed_attention)
+    model = BERT(**config, attention=attention)
     model.load_state_dict(state)
     return model
 
@@ -127,44 +128,15 @@ def export_bert(model: BERT, folder: str | os.PathLike, *, tokenizer: object | N
     Returns:
         The folder.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    hf_config = bert_config_to_hf(model.config)
-    tensors = {key: t.cpu() for key, t in bert_to_hf(model.state_dict(), model.config).items()}
-    hf_config["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    write_file(
-        folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"})
+    return write_model(
+        folder,
+        bert_to_hf(model.state_dict(), model.config),
+        {"config.json": bert_config_to_hf(model.config)},
+        tokenizer=tokenizer,
+        max_seqlen=model.max_seqlen,
     )
-    write_file(folder / "config.json", (json.dumps(hf_config, indent=2) + "\n").encode())
-    if tokenizer is not None:
-        tokenizer.save_hf(folder)
-        path = folder / "tokenizer_config.json"
-        settings = {**json.loads(path.read_text()), "model_max_length": model.max_seqlen}
-        write_file(path, (json.dumps(settings, indent=2) + "\n").encode())
-    return folder
 
 
 def save_bert(model: BERT, path: str | os.PathLike) -> Path:
     """Write one .safetensors file: our state dict, and the configuration in its metadata."""
-    path = Path(path)
-    if path.suffix != ".safetensors":
-        raise ValueError(f"the file's name must end in .safetensors, got {path.name}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    state = {key: tensor.detach().cpu().contiguous() for key, tensor in model.state_dict().items()}
-    metadata = {"bert_config": json.dumps(model.config)}
-    write_file(path, safetensors.torch.save(state, metadata=metadata))
-    return path
-
-
-def _read_saved(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """(configuration, state dict) of a file that save_bert wrote."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} must be a file that save_bert wrote; there is none")
-    with safetensors.safe_open(path, "pt") as file:
-        config = (file.metadata() or {}).get("bert_config")
-    if config is None:
-        raise ValueError(
-            f"{path} must carry bert_config in its metadata, as save_bert writes it; pass the "
-            "folder of a Hugging Face model instead of its file"
-        )
-    return json.loads(config), safetensors.torch.load_file(path)
+    return write_own(path, model, "bert_config")

@@ -10,18 +10,22 @@ pytorch_model.bin). Differences from our layout, all undone here:
 Whatever a GPT cannot represent exactly is refused with the reason.
 """
 
-import json
 import os
 from pathlib import Path
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from model.attention import Attention, auto_attention
 from model.gpt import GPT
-from model.hf_files import find_model, read_config, read_weights, write_file
+from model.hf_files import (
+    find_model,
+    read_config,
+    read_own,
+    read_weights,
+    write_model,
+    write_own,
+)
 
 # Ours -> theirs; {} is the block. True: Conv1D, stored transposed.
 _BLOCK_KEYS = {
@@ -345,54 +349,26 @@ def export_gpt2(
     Returns:
         The folder.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     if eos_id is None and tokenizer is not None:
         eos_id = tokenizer.eot
-    hf_config = config_to_hf(model.config, eos_id=eos_id)
-    tensors = {key: t.cpu() for key, t in to_hf(model.state_dict(), model.config).items()}
-    hf_config["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    write_file(
-        folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"})
+    config = config_to_hf(model.config, eos_id=eos_id)
+    generation_config = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    return write_model(
+        folder,
+        to_hf(model.state_dict(), model.config),
+        {"generation_config.json": generation_config, "config.json": config},
+        tokenizer=tokenizer,
+        max_seqlen=model.max_seqlen,
     )
-    generation_config = {key: hf_config[key] for key in ("bos_token_id", "eos_token_id")}
-    for name, content in (
-        ("generation_config.json", generation_config),
-        ("config.json", hf_config),
-    ):
-        write_file(folder / name, (json.dumps(content, indent=2) + "\n").encode())
-    if tokenizer is not None:
-        tokenizer.save_hf(folder)
-        path = folder / "tokenizer_config.json"
-        settings = {**json.loads(path.read_text()), "model_max_length": model.max_seqlen}
-        write_file(path, (json.dumps(settings, indent=2) + "\n").encode())
-    return folder
 
 
 def save_weights(model: GPT, path: str | os.PathLike) -> Path:
     """Write one .safetensors file: our state dict, and the configuration in its metadata."""
-    path = Path(path)
-    if path.suffix != ".safetensors":
-        raise ValueError(f"the file's name must end in .safetensors, got {path.name}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    state = {key: tensor.detach().cpu().contiguous() for key, tensor in model.state_dict().items()}
-    write_file(
-        path, safetensors.torch.save(state, metadata={"gpt_config": json.dumps(model.config)})
-    )
-    return path
+    return write_own(path, model, "gpt_config")
 
 
 def _read_saved(path: Path) -> tuple[dict, dict[str, Tensor]]:
     """(configuration, state dict) of a file that save_weights wrote."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} must be a file that save_weights wrote; there is none")
-    with safetensors.safe_open(path, "pt") as file:
-        config = (file.metadata() or {}).get("gpt_config")
-    if config is None:
-        raise ValueError(
-            f"{path} must carry gpt_config in its metadata, as save_weights writes it; pass the "
-            "folder of a Hugging Face model instead of its file"
-        )
-    config, state = json.loads(config), safetensors.torch.load_file(path)
+    config, state = read_own(path, "gpt_config", "save_weights")
     check_keys(state, _shapes(config, padded=True), f"the weights of {path}")
     return config, state

@@ -12,7 +12,7 @@ from pathlib import Path
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 CONFIG = "config.json"
 # In the order of preference: safetensors before pickles, one file before shards.
@@ -126,6 +126,76 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (safetensors.SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(f"{path} must hold tensors and nothing else: {error}") from error
+
+
+def write_model(
+    folder: str | os.PathLike,
+    tensors: dict[str, Tensor],
+    configs: dict[str, dict],
+    *,
+    tokenizer: object | None,
+    max_seqlen: int,
+) -> Path:
+    """Write a model's folder, config.json after the weights.
+
+    Args:
+        folder: made if absent; files of the same names are replaced.
+        tensors: of model.safetensors; config.json gets their dtype.
+        configs: content of each .json file by its name, config.json among them.
+        tokenizer: writes its files by `save_hf(folder)`; its model_max_length becomes max_seqlen.
+
+    Returns:
+        The folder.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {key: tensor.cpu() for key, tensor in tensors.items()}
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    write_file(
+        folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"})
+    )
+    for name, content in {**configs, CONFIG: {**configs[CONFIG], "dtype": dtype}}.items():
+        write_file(folder / name, (json.dumps(content, indent=2) + "\n").encode())
+    if tokenizer is not None:
+        tokenizer.save_hf(folder)
+        path = folder / "tokenizer_config.json"
+        settings = {**json.loads(path.read_text()), "model_max_length": max_seqlen}
+        write_file(path, (json.dumps(settings, indent=2) + "\n").encode())
+    return folder
+
+
+def write_own(path: str | os.PathLike, model: nn.Module, config_key: str) -> Path:
+    """One .safetensors file: the model's state dict, and its `config` in the metadata.
+
+    Raises:
+        ValueError: the file's name does not end in .safetensors.
+    """
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise ValueError(f"the file's name must end in .safetensors, got {path.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = {key: tensor.detach().cpu().contiguous() for key, tensor in model.state_dict().items()}
+    metadata = {config_key: json.dumps(model.config)}
+    write_file(path, safetensors.torch.save(state, metadata=metadata))
+    return path
+
+
+def read_own(path: Path, config_key: str, writer: str) -> tuple[dict, dict[str, Tensor]]:
+    """(configuration, state dict) of a file that write_own wrote; `writer` is named in errors.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, or it carries no configuration.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} must be a file that {writer} wrote; there is none")
+    with safetensors.safe_open(path, "pt") as file:
+        config = (file.metadata() or {}).get(config_key)
+    if config is None:
+        raise ValueError(
+            f"{path} must carry {config_key} in its metadata, as {writer} writes it; pass the "
+            "folder of a Hugging Face model instead of its file"
+        )
+    return json.loads(config), safetensors.torch.load_file(path)
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -54,7 +54,8 @@ def choose_family(problem: Problem, kernel: str | None, direction: str) -> str:
 
 
 def is_faster(problem: Problem, direction: str) -> bool:
-    """Whether hopper was the faster family on an H200 (python -m scripts.benchmark_attention).
+    """Whether hopper is the faster family on an H200; `python -m scripts.benchmark_attention`
+    measures both.
 
     At headdim 128 always. At 64 (40 to 64 are padded to it) the portable kernels are ahead with
     dropout, but for the backward of full attention, and in short rows: causal ones have half the

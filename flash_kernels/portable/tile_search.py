@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
 
 from .tile_choice import Tile
 
@@ -19,6 +21,9 @@ CANDIDATES = (
     Tile(32, 64, 4, 3), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1),
 )  # fmt: skip
 _TIMED = 10
+# What says that a tile is too large for this GPU, or that the compiler cannot make it; ptxas and
+# the driver raise RuntimeError.
+_REFUSALS = (OutOfResources, CompilationError, RuntimeError)
 
 # Runs the kernel with a tile, returns its outputs.
 Run = Callable[[Tile], Sequence[Tensor]]
@@ -50,7 +55,7 @@ def _search(default: Tile, run: Run, time: Callable) -> Tile:
         try:
             outputs = run(tile)
             is_right = all(map(_agree, outputs, expected))
-        except Exception as error:  # of the compiler or the driver: too large for this GPU
+        except _REFUSALS as error:
             if "CUDA error" in str(error):
                 raise
             continue

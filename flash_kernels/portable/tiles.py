@@ -140,9 +140,8 @@ def where_greater(a, b, values, other: tl.constexpr, PTX: tl.constexpr):
     """tl.where(a > b, values, other) for int32 a and b, float32 values and constant other.
 
     On NVIDIA GPUs in their own words: LLVM vectorizes the comparisons of a thread, and its PTX
-    backend packs the resulting bits into words and takes them apart again (a fifth more
-    instructions in a loop). It also moves the selection behind a conversion of its result to 16
-    bits, where it is no longer one instruction.
+    backend packs the resulting bits into words and takes them apart again. It also moves the
+    selection behind a conversion of its result to 16 bits, where it is no longer one instruction.
     """
     if PTX:
         return tl.inline_asm_elementwise(

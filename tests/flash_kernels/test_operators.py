@@ -188,3 +188,12 @@ def test_torch_func_vmap_and_gradients_per_sample():
     torch.testing.assert_close(per_sample(q, k, v, lengths)[1], gradient)
     with pytest.raises(NotImplementedError, match="without dropout"):
         torch.func.vmap(lambda q: flash_attention(q, k[0], v[0], dropout_p=0.1, dropout_seed=1))(q)
+
+
+def test_a_second_derivative_is_refused():
+    """There is none: a silent zero would be worse."""
+    q, k, v = testing.make_qkv(1, 9, 9, 1, 16, dtype=torch.float32)
+    out = flash_attention(q, k, v)
+    (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

@@ -63,12 +63,17 @@ def test_sdpa_attention_gradient_is_finite_where_rows_see_no_key():
 @pytest.mark.parametrize("seqlen_q,seqlen_k", [(7, 7), (4, 9), (9, 4), (1, 9)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_sdpa_attention_hides_keys_beyond_their_length(seqlen_q, seqlen_k, causal):
-    q, lengths = torch.randn(3, seqlen_q, 4, 5), torch.tensor([seqlen_k, 3, 0])
-    k, v = torch.randn(2, 3, seqlen_k, 2, 5).unbind(0)
+    lengths = torch.tensor([seqlen_k, 3, 0])
+    q = torch.randn(3, seqlen_q, 4, 5, requires_grad=True)
+    k, v = (torch.randn(3, seqlen_k, 2, 5, requires_grad=True) for _ in range(2))
+    dout = torch.randn(3, seqlen_q, 4, 5)
     out = sdpa_attention(q, k, v, causal=causal, lengths_k=lengths)
     expected = reference_attention(q, k, v, causal=causal, lengths_k=lengths)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
     assert out[2].eq(0).all()
+    ours = torch.autograd.grad(out, (q, k, v), dout)
+    for a, b in zip(ours, torch.autograd.grad(expected, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("attention", [sdpa_attention, reference_attention, auto_attention])

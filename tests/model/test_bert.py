@@ -1,10 +1,9 @@
 import pytest
 import torch
 
-from flash_kernels import flash_attention, flash_attention_varlen
-from model.attention import reference_attention
+from flash_kernels import flash_attention
+from model.attention import Packing, pack, reference_attention
 from model.bert import BERT, BERT_BASE, BERT_LARGE, ROBERTA
-from model.varlen import pack, packed_positions, padded_attention, varlen_attention
 
 SIZES = {"vocab_size": 61, "max_seqlen": 16, "depth": 2, "dim": 24, "nheads": 3}
 LENGTHS = torch.tensor([16, 1, 9, 0, 5])
@@ -52,17 +51,12 @@ def test_padded_and_packed_are_equal_with_gradients(position_offset):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "attention,packed_attention",
-    [(flash_attention, flash_attention_varlen), (reference_attention, varlen_attention)],
-)
-def test_injected_attentions_agree(attention, packed_attention):
+@pytest.mark.parametrize("attention", [flash_attention, reference_attention])
+def test_injected_attentions_agree(attention):
     if torch.cuda.is_available():
         pytest.skip("the interpreter runs where there is no GPU")
     expected, _, _ = padded_and_packed(make_bert())
-    for got in padded_and_packed(make_bert(attention=attention, packed_attention=packed_attention))[
-        :2
-    ]:
+    for got in padded_and_packed(make_bert(attention=attention))[:2]:
         torch.testing.assert_close(expected, got, rtol=0, atol=1e-4)
 
 
@@ -111,7 +105,7 @@ def test_default_segments_are_zero():
 
 def test_positions_restart_in_every_packed_sequence():
     cu_seqlens = torch.tensor([0, 3, 3, 5, 6, 6], dtype=torch.int32)
-    assert packed_positions(cu_seqlens, 6).tolist() == [0, 1, 2, 0, 1, 0]
+    assert Packing(cu_seqlens, 3).positions(6).tolist() == [0, 1, 2, 0, 1, 0]
 
 
 def test_published_sizes():
@@ -165,19 +159,3 @@ def test_wrong_arguments_are_refused():
     ]:
         with pytest.raises(ValueError, match=words):
             call()
-
-
-def test_attention_fallbacks_refuse_what_they_do_not_serve():
-    qkv = [torch.randn(2, 4, 1, 8) for _ in range(3)]
-    with pytest.raises(NotImplementedError, match="got causal, softcap"):
-        padded_attention(*qkv, lengths_k=torch.tensor([1, 4]), causal=True, softcap=1.0)
-    cu_seqlens = torch.tensor([0, 3], dtype=torch.int32)
-    lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-    with pytest.raises(ValueError, match="number of packed rows, 4 and 4, got 3 and 3"):
-        varlen_attention(*(x[0] for x in qkv), **lengths, max_seqlen_q=3, max_seqlen_k=3)
-    # A query without a key is zero, as in the kernels.
-    no_keys = {"cu_seqlens_q": torch.tensor([0, 4]), "cu_seqlens_k": torch.tensor([0, 0])}
-    empty = [x[0, :0] for x in qkv[1:]]
-    out = varlen_attention(qkv[0][0], *empty, **no_keys, max_seqlen_q=4, max_seqlen_k=1)
-    assert out.eq(0).all() and out.shape == (4, 1, 8)
-    assert padded_attention(*qkv, lengths_k=torch.tensor([0, 4]))[0].eq(0).all()

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from model.attention import pack
 from model.bert import BERT
 from model.bert_files import load_bert
 from model.bert_loss import (
@@ -12,7 +13,6 @@ from model.bert_loss import (
     mlm_loss,
     nsp_loss,
 )
-from model.varlen import pack
 
 SIZES = {"vocab_size": 61, "max_seqlen": 16, "depth": 2, "dim": 24, "nheads": 3}
 LENGTHS = torch.tensor([16, 2, 9, 5])

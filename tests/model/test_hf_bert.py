@@ -6,10 +6,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from model.attention import pack
 from model.bert import BERT
 from model.bert_files import export_bert, load_bert, load_bert_into, save_bert
 from model.hf_bert import bert_config_from_hf, bert_config_to_hf, bert_from_hf
-from model.varlen import pack
 
 transformers = pytest.importorskip("transformers")
 
