@@ -2,7 +2,8 @@
 
 The formulas are those of portable/attention_backward.py, which also makes delta and the LSE in base
 2. One block owns 128 keys of one key head and walks the query tiles that see them, of every query
-head of its group. The first warpgroup is the producer, the other two, the consumers, own 64 keys
+head of its group: a range of tiles, or with a block mask its list of the column, partial blocks
+first. The first warpgroup is the producer, the other two, the consumers, own 64 keys
 each and keep dk and dv in registers. Scores are transposed, keys along the rows, so that P^T and
 dS^T feed the products for dv and dk from registers. dS^T also goes to shared memory, where both
 consumers read all 128 keys for their half of dq, which TMA adds to a float32 tensor: the order of
@@ -29,7 +30,8 @@ The two buffers of dS^T need no empty barriers: a consumer that writes buffer b 
 i + 2 has passed ds_full of i + 1, at which the other arrived after it waited for its dq of i.
 """
 
-from ..portable import tiles
+from ..portable import sparse, tiles
+from .addressing import coordinates, sequence_place
 from .gluon_api import (
     arrive_threads,
     async_arrive_after_copies,
@@ -50,7 +52,7 @@ from .gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .masking import hide
+from .masking import hide, hide_tokens
 
 # Keys of a consumer, and of a block.
 KEYS: gl.constexpr = gl.constexpr(64)
@@ -58,10 +60,26 @@ BLOCK_KEYS: gl.constexpr = gl.constexpr(128)
 
 
 @jit
-def _next_tile(tile, head, first_tile, num_tiles):
-    """The query tile after `tile`: of the same head, or the first of the next one."""
-    is_last = tile + 1 == num_tiles
-    return gl.where(is_last, first_tile, tile + 1), gl.where(is_last, head + 1, head)
+def _walk_of_head(walk, batch_index, head, col_begin, SUB: gl.constexpr, MASK_N: gl.constexpr):
+    """(begin, num_partial, number of tiles) of the walk of one query head: positions of the lists
+    of a block mask, or query tiles. SUB: tiles in a block of the mask, 0 without a mask."""
+    lists, first_tile, num_tiles = walk
+    if SUB > 0:
+        begin, full_begin, end = sparse.listed_range(
+            lists, batch_index, head, col_begin // MASK_N, SUB
+        )
+        return begin, full_begin - begin, end - begin
+    else:
+        return first_tile, first_tile * 0, num_tiles
+
+
+@jit
+def _tile_at(walk, position, SUB: gl.constexpr):
+    """The query tile at a position of the walk."""
+    if SUB > 0:
+        return sparse.listed_tile(walk[0], position, SUB)
+    else:
+        return position
 
 
 @jit
@@ -72,56 +90,64 @@ def _copy_rows(smem, words_ptr, rows, seqlen_q):
 
 @jit
 def _produce(
-    descs, row_ptrs, buffers, row_buffers, barriers, position, lengths, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, HAS_DROPOUT: gl.constexpr,
+    descs, row_ptrs, buffers, row_buffers, barriers, position, walk, lse_strides,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IS_RAGGED: gl.constexpr,
+    HAS_DROPOUT: gl.constexpr, SUB: gl.constexpr, MASK_N: gl.constexpr,
 ):  # fmt: skip
-    """Load K and V once, then Q and dO with their row vectors."""
+    """Load K and V once, then Q and dO with their row vectors. row_ptrs point at this sequence of
+    the packed ones."""
     q_desc, dout_desc, k_desc, v_desc = descs
     words_ptr, int_words_ptr = row_ptrs
     q_smem, dout_smem, k_smem, v_smem = buffers
     lse_smem, delta_smem, row_keys_smem, row_multipliers_smem = row_buffers
     k_full, v_full, q_full, q_empty, do_full, do_empty, keys_full = barriers
-    batch_index, head, head_k, col_begin, first_tile, num_tiles, num_steps = position
-    seqlen_q, seqlen_k, nheads, column_stride = lengths
+    place_q, place_k, head_k, group_size, col_begin = position
+    batch_index, first_q, seqlen_q = place_q
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     mbarrier.expect(k_full.index(0), k_desc.block_type.nbytes * 2)
     mbarrier.expect(v_full.index(0), v_desc.block_type.nbytes * 2)
     for half in gl.static_range(2):
-        coords = [batch_index, head_k, col_begin + half * KEYS, 0]
+        coords = coordinates(place_k, head_k, col_begin + half * KEYS, 0, IS_RAGGED)
         tma_load(k_desc, coords, k_full.index(0), k_smem.index(half))
     for half in gl.static_range(2):
-        coords = [batch_index, head_k, col_begin + half * KEYS, 0]
+        coords = coordinates(place_k, head_k, col_begin + half * KEYS, 0, IS_RAGGED)
         tma_load(v_desc, coords, v_full.index(0), v_smem.index(half))
-    tile = first_tile
-    for index in range(num_steps):
-        stage, phase = ring(index, STAGES)
-        rows = tile * BLOCK_M + gl.arange(0, BLOCK_M, THREADS)
-        offset = (batch_index * nheads + head).to(gl.int64) * seqlen_q * 4
-        coords = [batch_index, head, tile * BLOCK_M, 0]
-        # The wait for the phase before the first passes at once: the ring starts empty.
-        mbarrier.wait(q_empty.index(stage), phase ^ 1)
-        mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
-        tma_load(q_desc, coords, q_full.index(stage), q_smem.index(stage))
-        _copy_rows(lse_smem.index(stage), words_ptr + offset, rows, seqlen_q)
-        async_arrive_after_copies(q_full.index(stage))
-        if HAS_DROPOUT:
-            _copy_rows(row_keys_smem.index(stage), int_words_ptr + offset + 2, rows, seqlen_q)
-            _copy_rows(
-                row_multipliers_smem.index(stage), int_words_ptr + offset + 3, rows, seqlen_q
-            )
-            async_arrive_after_copies(keys_full.index(stage))
-        mbarrier.wait(do_empty.index(stage), phase ^ 1)
-        mbarrier.expect(do_full.index(stage), dout_desc.block_type.nbytes)
-        tma_load(dout_desc, coords, do_full.index(stage), dout_smem.index(stage))
-        _copy_rows(delta_smem.index(stage), words_ptr + offset + 1, rows, seqlen_q)
-        async_arrive_after_copies(do_full.index(stage))
-        tile, head = _next_tile(tile, head, first_tile, num_tiles)
+    index = col_begin * 0
+    for member in range(group_size):
+        head = head_k * group_size + member
+        offset = batch_index.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
+        offset *= 4
+        begin, _, num_tiles = _walk_of_head(walk, batch_index, head, col_begin, SUB, MASK_N)
+        for step in range(num_tiles):
+            tile = _tile_at(walk, begin + step, SUB)
+            stage, phase = ring(index, STAGES)
+            rows = tile * BLOCK_M + gl.arange(0, BLOCK_M, THREADS)
+            coords = coordinates(place_q, head, tile * BLOCK_M, 0, IS_RAGGED)
+            # The wait for the phase before the first passes at once: the ring starts empty.
+            mbarrier.wait(q_empty.index(stage), phase ^ 1)
+            mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
+            tma_load(q_desc, coords, q_full.index(stage), q_smem.index(stage))
+            _copy_rows(lse_smem.index(stage), words_ptr + offset, rows, seqlen_q)
+            async_arrive_after_copies(q_full.index(stage))
+            if HAS_DROPOUT:
+                _copy_rows(row_keys_smem.index(stage), int_words_ptr + offset + 2, rows, seqlen_q)
+                _copy_rows(
+                    row_multipliers_smem.index(stage), int_words_ptr + offset + 3, rows, seqlen_q
+                )
+                async_arrive_after_copies(keys_full.index(stage))
+            mbarrier.wait(do_empty.index(stage), phase ^ 1)
+            mbarrier.expect(do_full.index(stage), dout_desc.block_type.nbytes)
+            tma_load(dout_desc, coords, do_full.index(stage), dout_smem.index(stage))
+            _copy_rows(delta_smem.index(stage), words_ptr + offset + 1, rows, seqlen_q)
+            async_arrive_after_copies(do_full.index(stage))
+            index += 1
 
 
 @jit
 def _add_dq(
-    dq, dq_desc, dq_smem, batch_index, head, tile, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr
-):
+    dq, dq_desc, dq_smem, place_q, head, tile, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr,
+    IS_RAGGED: gl.constexpr,
+):  # fmt: skip
     """Hand this consumer's part of dq to TMA, which adds it in global memory."""
     COLUMNS: gl.constexpr = dq.shape[1]
     own = dq_smem.index(CONSUMER)
@@ -130,10 +156,13 @@ def _add_dq(
     partition_barrier()
     own.reshape([KEYS, COLUMNS]).store(dq)
     fence_async_shared()
+    row = tile * BLOCK_M
+    column = 0
     if BLOCK_M == 64:
-        tma_reduce_add(dq_desc, [batch_index, head, tile * BLOCK_M, CONSUMER * COLUMNS], own)
+        column = CONSUMER * COLUMNS
     else:
-        tma_reduce_add(dq_desc, [batch_index, head, tile * BLOCK_M + CONSUMER * 64, 0], own)
+        row += CONSUMER * 64
+    tma_reduce_add(dq_desc, coordinates(place_q, head, row, column, IS_RAGGED), own)
 
 
 @jit
@@ -148,7 +177,7 @@ def _queries(ds, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr):
 @jit
 def _dq_columns(keys, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr):
     """The columns of a K buffer [KEYS, HEADDIM] whose dq this consumer computes: a half, or all."""
-    HEADDIM: gl.constexpr = keys.shape[3]
+    HEADDIM: gl.constexpr = keys.shape[len(keys.shape) - 1]
     keys = keys.reshape([KEYS, HEADDIM])
     if BLOCK_M == 64:
         return keys.slice(CONSUMER * (HEADDIM // 2), HEADDIM // 2, dim=1)
@@ -157,16 +186,48 @@ def _dq_columns(keys, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr):
 
 
 @jit
+def _hide_unseen(
+    scores, tile, seen, walk, position, is_partial, BLOCK_M: gl.constexpr, HAS_LEFT: gl.constexpr,
+    IS_CUT: gl.constexpr, SUB: gl.constexpr, HAS_TOKENS: gl.constexpr, MASK_N: gl.constexpr,
+):  # fmt: skip
+    """-inf in S^T [KEYS, BLOCK_M] where a query does not see a key.
+
+    seen: (first query row that sees each key, and the one after the last; the tiles that begin
+    before `cut` or end behind `cut_left` need the mask; the first key in its block of the mask).
+    With a block mask those before its full blocks do. Without IS_CUT every key is seen.
+    """
+    starts, ends, cut, cut_left, mask_line = seen
+    row_begin = tile * BLOCK_M
+    if SUB > 0:
+        if is_partial:
+            scores = hide(scores, starts - row_begin, BEFORE=True)
+            if HAS_LEFT:
+                scores = hide(scores, ends - row_begin, BEFORE=False)
+            if HAS_TOKENS:
+                scores = hide_tokens(scores, walk[0], position, mask_line, SUB, MASK_N)
+    elif IS_CUT:
+        if row_begin < cut:
+            scores = hide(scores, starts - row_begin, BEFORE=True)
+        if HAS_LEFT:
+            if row_begin + BLOCK_M > cut_left:
+                scores = hide(scores, ends - row_begin, BEFORE=False)
+    return scores
+
+
+@jit
 def _consume(
     descs, column_keys_ptr, buffers, row_buffers, ds_smem, dq_smem, barriers, ds_full, done,
-    position, lengths, scale_log2, dk_scale, dv_scale, threshold,
-    CONSUMER: gl.constexpr, HEADDIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, HAS_TAIL: gl.constexpr, HAS_DROPOUT: gl.constexpr,
+    position, walk, keys_end, seqlen_k, window, column_strides, scale_log2, dk_scale, dv_scale,
+    threshold, CONSUMER: gl.constexpr, HEADDIM: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr, IS_RAGGED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_TAIL: gl.constexpr, HAS_DROPOUT: gl.constexpr, SUB: gl.constexpr, HAS_TOKENS: gl.constexpr,
+    MASK_N: gl.constexpr,
 ):  # fmt: skip
-    """64 keys: dk, dv, and half of every dq tile."""
+    """64 keys: dk, dv, and half of every dq tile. column_keys_ptr points at this sequence."""
     dk_desc, dv_desc, dq_desc = descs
-    batch_index, head, head_k, col_begin, first_tile, num_tiles, num_steps = position
-    seqlen_q, seqlen_k, nheads, column_stride = lengths
+    place_q, place_k, head_k, group_size, col_begin = position
+    batch_index, first_q, seqlen_q = place_q
+    window_left, window_right = window
     DQ_COLUMNS: gl.constexpr = HEADDIM * BLOCK_M // 128
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADDIM, 16])
@@ -174,6 +235,7 @@ def _consume(
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRADS, k_width=2)
     KEY: gl.constexpr = gl.SliceLayout(1, SCORES)
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
+    IS_CUT: gl.constexpr = HAS_LEFT or HAS_RIGHT or HAS_TAIL
     q_smem, dout_smem, k_smem, v_smem = buffers
     lse_smem, delta_smem, row_keys_smem, row_multipliers_smem = row_buffers
     k_full, v_full, q_full, q_empty, do_full, do_empty, keys_full = barriers
@@ -181,18 +243,27 @@ def _consume(
     k = k_smem.index(CONSUMER).reshape([KEYS, HEADDIM])
     v = v_smem.index(CONSUMER).reshape([KEYS, HEADDIM])
 
-    # bounds: the first query row that sees each key. Tiles that begin before `cut` need the mask.
     col_begin += CONSUMER * KEYS
     cols = col_begin + gl.arange(0, KEYS, KEY)
-    bounds = cols * 0
+    shift = seqlen_k - seqlen_q
+    starts = cols * 0
+    ends = starts
     cut = col_begin * 0
-    if IS_CAUSAL:
-        bounds = cols - (seqlen_k - seqlen_q)
-        cut = col_begin + KEYS - 1 - (seqlen_k - seqlen_q)
-    if IS_CAUSAL or HAS_TAIL:
+    cut_left = cut
+    mask_line = cut
+    if HAS_RIGHT:
+        starts = cols - (shift + window_right)
+        cut = col_begin + KEYS - 1 - (shift + window_right)
+    if HAS_LEFT:
+        ends = cols - (shift - window_left - 1)
+        cut_left = col_begin - (shift - window_left - 1)
+    if IS_CUT or SUB > 0:
         # Rows of K behind the last key are zero, but exp2(0 - lse) may be infinite.
-        bounds = gl.where(cols < seqlen_k, bounds, 2**30)
-        cut = gl.where(col_begin + KEYS > seqlen_k, 2**30, cut)
+        starts = gl.where(cols < keys_end, starts, 2**30)
+        cut = gl.where(col_begin + KEYS > keys_end, 2**30, cut)
+    if SUB > 0:
+        mask_line = col_begin % MASK_N
+    seen = (starts, ends, cut, cut_left, mask_line)
 
     dk = gl.zeros([KEYS, HEADDIM], gl.float32, GRADS)
     dv = gl.zeros([KEYS, HEADDIM], gl.float32, GRADS)
@@ -200,118 +271,158 @@ def _consume(
     zero_dq = gl.zeros([KEYS, DQ_COLUMNS], gl.float32, QUERIES)
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(v_full.index(0), 0)
-    tile = first_tile
     column_keys = cols
-    for index in range(num_steps):
-        stage, phase = ring(index, STAGES)
-        half, half_phase = ring(index, 2)
-        q = q_smem.index(stage).reshape([BLOCK_M, HEADDIM])
-        dout = dout_smem.index(stage).reshape([BLOCK_M, HEADDIM])
+    index = col_begin * 0
+    for member in range(group_size):
+        head = head_k * group_size + member
+        begin, num_partial, num_tiles = _walk_of_head(
+            walk, batch_index, head, col_begin, SUB, MASK_N
+        )
         if HAS_DROPOUT:
-            offset = (batch_index * nheads + head).to(gl.int64) * column_stride
-            column_keys = gl.load(column_keys_ptr + offset + cols)
+            column_keys = gl.load(column_keys_ptr + head.to(gl.int64) * column_strides[1] + cols)
+        for step in range(num_tiles):
+            tile = _tile_at(walk, begin + step, SUB)
+            stage, phase = ring(index, STAGES)
+            half, half_phase = ring(index, 2)
+            q = q_smem.index(stage).reshape([BLOCK_M, HEADDIM])
+            dout = dout_smem.index(stage).reshape([BLOCK_M, HEADDIM])
 
-        mbarrier.wait(q_full.index(stage), phase)
-        scores_token = warpgroup_mma(
-            k, q.permute([1, 0]), zero_scores, use_acc=False, is_async=True
-        )
-        mbarrier.wait(do_full.index(stage), phase)
-        dprobs_token = warpgroup_mma(
-            v, dout.permute([1, 0]), zero_scores, use_acc=False, is_async=True
-        )
-        scores, dprobs_token = warpgroup_mma_wait(1, deps=[scores_token, dprobs_token])
-        if IS_CAUSAL or HAS_TAIL:
-            if tile * BLOCK_M < cut:
-                scores = hide(scores, bounds - tile * BLOCK_M, BEFORE=True)
-        lse = lse_smem.index(stage).load(ROW)
-        probs = gl.exp2(scores * scale_log2 - lse[None, :])
-        if HAS_DROPOUT:
-            # This wait ends the basic block, so that no key takes a register before the
-            # exponentials are done.
-            mbarrier.wait(keys_full.index(stage), phase)
-            # The sign keeps what is dropped: negative there.
-            probs = negate_dropped(
-                probs,
-                row_keys_smem.index(stage).load(ROW)[None, :],
-                row_multipliers_smem.index(stage).load(ROW)[None, :],
-                column_keys[:, None],
-                threshold,
+            mbarrier.wait(q_full.index(stage), phase)
+            scores_token = warpgroup_mma(
+                k, q.permute([1, 0]), zero_scores, use_acc=False, is_async=True
             )
-            kept = round_positive(probs, dtype)
-        else:
-            kept = probs.to(dtype)
-        operand = gl.convert_layout(kept, OPERAND, assert_trivial=True)
-        dv_token = warpgroup_mma(operand, dout, dv, is_async=True)
-        dprobs, dv_token = warpgroup_mma_wait(1, deps=[dprobs_token, dv_token])
-        delta = delta_smem.index(stage).load(ROW)
-        if HAS_DROPOUT:
-            dscores = dscores_of_signed(probs, dprobs, delta[None, :])
-        else:
-            dscores = probs * (dprobs - delta[None, :])
-        dscores = dscores.to(dtype)
-        ds_smem.index(half * 2 + CONSUMER).store(dscores)
-        fence_async_shared()
-        mbarrier.arrive(ds_full.index(half))
-        mbarrier.wait(ds_full.index(half), half_phase)
-        dq_token = warpgroup_mma(
-            _queries(ds_smem.index(half * 2), CONSUMER, BLOCK_M).permute([1, 0]),
-            _dq_columns(k_smem.index(0), CONSUMER, BLOCK_M), zero_dq, use_acc=False, is_async=True,
-        )  # fmt: skip
-        dq_token = warpgroup_mma(
-            _queries(ds_smem.index(half * 2 + 1), CONSUMER, BLOCK_M).permute([1, 0]),
-            _dq_columns(k_smem.index(1), CONSUMER, BLOCK_M), dq_token, is_async=True,
-        )  # fmt: skip
-        operand = gl.convert_layout(dscores, OPERAND, assert_trivial=True)
-        dk_token = warpgroup_mma(operand, q, dk, is_async=True)
-        dv, dq, dk_token = warpgroup_mma_wait(1, deps=[dv_token, dq_token, dk_token])
-        arrive_threads(do_empty.index(stage))
-        _add_dq(dq, dq_desc, dq_smem, batch_index, head, tile, CONSUMER, BLOCK_M)
-        dk = warpgroup_mma_wait(0, deps=[dk_token])
-        arrive_threads(q_empty.index(stage))
-        tile, head = _next_tile(tile, head, first_tile, num_tiles)
+            mbarrier.wait(do_full.index(stage), phase)
+            dprobs_token = warpgroup_mma(
+                v, dout.permute([1, 0]), zero_scores, use_acc=False, is_async=True
+            )
+            scores, dprobs_token = warpgroup_mma_wait(1, deps=[scores_token, dprobs_token])
+            scores = _hide_unseen(
+                scores, tile, seen, walk, begin + step, step < num_partial, BLOCK_M, HAS_LEFT,
+                IS_CUT, SUB, HAS_TOKENS, MASK_N,
+            )  # fmt: skip
+            lse = lse_smem.index(stage).load(ROW)
+            probs = gl.exp2(scores * scale_log2 - lse[None, :])
+            if HAS_DROPOUT:
+                # This wait ends the basic block, so that no key takes a register before the
+                # exponentials are done.
+                mbarrier.wait(keys_full.index(stage), phase)
+                # The sign keeps what is dropped: negative there.
+                probs = negate_dropped(
+                    probs,
+                    row_keys_smem.index(stage).load(ROW)[None, :],
+                    row_multipliers_smem.index(stage).load(ROW)[None, :],
+                    column_keys[:, None],
+                    threshold,
+                )
+                kept = round_positive(probs, dtype)
+            else:
+                kept = probs.to(dtype)
+            operand = gl.convert_layout(kept, OPERAND, assert_trivial=True)
+            dv_token = warpgroup_mma(operand, dout, dv, is_async=True)
+            dprobs, dv_token = warpgroup_mma_wait(1, deps=[dprobs_token, dv_token])
+            delta = delta_smem.index(stage).load(ROW)
+            if HAS_DROPOUT:
+                dscores = dscores_of_signed(probs, dprobs, delta[None, :])
+            else:
+                dscores = probs * (dprobs - delta[None, :])
+            dscores = dscores.to(dtype)
+            ds_smem.index(half * 2 + CONSUMER).store(dscores)
+            fence_async_shared()
+            mbarrier.arrive(ds_full.index(half))
+            mbarrier.wait(ds_full.index(half), half_phase)
+            dq_token = warpgroup_mma(
+                _queries(ds_smem.index(half * 2), CONSUMER, BLOCK_M).permute([1, 0]),
+                _dq_columns(k_smem.index(0), CONSUMER, BLOCK_M), zero_dq, use_acc=False,
+                is_async=True,
+            )  # fmt: skip
+            dq_token = warpgroup_mma(
+                _queries(ds_smem.index(half * 2 + 1), CONSUMER, BLOCK_M).permute([1, 0]),
+                _dq_columns(k_smem.index(1), CONSUMER, BLOCK_M), dq_token, is_async=True,
+            )  # fmt: skip
+            operand = gl.convert_layout(dscores, OPERAND, assert_trivial=True)
+            dk_token = warpgroup_mma(operand, q, dk, is_async=True)
+            dv, dq, dk_token = warpgroup_mma_wait(1, deps=[dv_token, dq_token, dk_token])
+            arrive_threads(do_empty.index(stage))
+            _add_dq(dq, dq_desc, dq_smem, place_q, head, tile, CONSUMER, BLOCK_M, IS_RAGGED)
+            dk = warpgroup_mma_wait(0, deps=[dk_token])
+            arrive_threads(q_empty.index(stage))
+            index += 1
 
     mbarrier.arrive(done.index(0))
     mbarrier.wait(done.index(0), 0)
     k.store((dk * dk_scale).to(dtype))
     v.store((dv * dv_scale).to(dtype))
     fence_async_shared()
-    tma_store(dk_desc, [batch_index, head_k, col_begin, 0], k_smem.index(CONSUMER))
-    tma_store(dv_desc, [batch_index, head_k, col_begin, 0], v_smem.index(CONSUMER))
+    coords = coordinates(place_k, head_k, col_begin, 0, IS_RAGGED)
+    tma_store(dk_desc, coords, k_smem.index(CONSUMER))
+    tma_store(dv_desc, coords, v_smem.index(CONSUMER))
     store_wait(0)
 
 
 _LENGTHS = [
-    "nheads", "group_size", "num_heads", "seqlen_q", "seqlen_k", "num_col_tiles",
-    "heads_per_group", "threshold",
+    "lse_strides", "column_strides", "nheads", "group_size", "num_heads", "seqlen_q", "seqlen_k",
+    "num_col_tiles", "heads_per_group", "window", "threshold",
 ]  # fmt: skip
 
 
 @jit(do_not_specialize=_LENGTHS)
 def attention_backward_kernel(
     q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, dq_desc, words_ptr, int_words_ptr,
-    column_keys_ptr, column_stride, nheads, group_size, num_heads, seqlen_q,
-    seqlen_k, num_col_tiles, heads_per_group, scale_log2, dk_scale, dv_scale, threshold,
+    column_keys_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, lists, lse_strides,
+    column_strides, nheads, group_size, num_heads, seqlen_q, seqlen_k, num_col_tiles,
+    heads_per_group, window, scale_log2, dk_scale, dv_scale, threshold,
     HEADDIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, HAS_TAIL: gl.constexpr, HAS_DROPOUT: gl.constexpr,
+    IS_VARLEN: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_TAIL: gl.constexpr, HAS_DROPOUT: gl.constexpr,
+    MASK_M: gl.constexpr, MASK_N: gl.constexpr, HAS_TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Grid: (num_heads * num_col_tiles,) with num_heads = batch * nheads_k; 4 warps.
 
-    Descriptors: (batch, heads, seqlen, headdim) in boxes of [1, 1, rows, columns]; zeros outside.
-    words_ptr: what delta_kernel of portable/attention_backward.py writes, (batch, nheads, seqlen_q,
-    4); int_words_ptr: the same as int32.
-    HAS_TAIL: seqlen_k is not a multiple of BLOCK_KEYS. At least one key. column_stride: a multiple
-    of BLOCK_KEYS.
+    Descriptors: of launch.py, in boxes of one head; zeros outside. words_ptr: what delta_kernel of
+    portable/attention_backward.py writes, four words for each entry of the LSE; int_words_ptr: the
+    same as int32. HAS_TAIL: the last block may hold keys that are none. column_keys_ptr: readable
+    to the end of every block. lists: of portable/sparse.py, the token masks packed by columns;
+    MASK_M is a multiple of BLOCK_M, MASK_N of BLOCK_KEYS. With HAS_LENGTHS, dk and dv come as zeros
+    and those behind the last key are not written.
     """
+    IS_RAGGED: gl.constexpr = IS_VARLEN or HAS_LENGTHS
+    SUB: gl.constexpr = MASK_M // BLOCK_M
+    batch_head, col_tile = tiles.program_order(num_col_tiles, num_heads, heads_per_group, False)
+    nheads_k = nheads // group_size
+    batch_index = batch_head // nheads_k
+    head_k = batch_head % nheads_k
+    place_q = sequence_place(cu_seqlens_q_ptr, batch_index, seqlen_q, IS_VARLEN, IS_RAGGED)
+    batch_index, first_k, seqlen_k = sequence_place(
+        cu_seqlens_k_ptr, batch_index, seqlen_k, IS_VARLEN, IS_RAGGED
+    )
+    keys_end = tiles.num_visible_keys(lengths_k_ptr, batch_index, seqlen_k, HAS_LENGTHS)
+    col_begin = col_tile * BLOCK_KEYS
+    if IS_RAGGED:
+        if col_begin >= keys_end:
+            return
+    first_tile, _, _, last_tile = tiles.rows_of_keys(
+        col_begin, gl.minimum(col_begin + BLOCK_KEYS, keys_end), seqlen_k - place_q[2], place_q[2],
+        window, BLOCK_M, HAS_LEFT, HAS_RIGHT,
+    )  # fmt: skip
+    walk = (lists, first_tile, last_tile - first_tile)
+    if HAS_DROPOUT:
+        column_keys_ptr += batch_index.to(gl.int64) * column_strides[0]
+    if IS_VARLEN:
+        words_ptr += place_q[1].to(gl.int64) * 4
+        int_words_ptr += place_q[1].to(gl.int64) * 4
+        if HAS_DROPOUT:
+            column_keys_ptr += first_k
+
     dtype: gl.constexpr = q_desc.dtype
-    k_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, HEADDIM], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, HEADDIM], v_desc.layout)
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEADDIM], q_desc.layout)
-    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEADDIM], dout_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [2] + k_desc.block_type.shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [2] + v_desc.block_type.shape, v_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
+    dout_smem = gl.allocate_shared_memory(
+        dtype, [STAGES] + dout_desc.block_type.shape, dout_desc.layout
+    )
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], dtype)
     ds_smem = gl.allocate_shared_memory(dtype, [4, KEYS, BLOCK_M], DS)
-    dq_smem = gl.allocate_shared_memory(
-        gl.float32, [2, 1, 1, KEYS, HEADDIM * BLOCK_M // 128], dq_desc.layout
-    )
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
@@ -343,38 +454,27 @@ def attention_backward_kernel(
         mbarrier.init(do_empty.index(stage), count=256)
     fence_async_shared()
 
-    batch_head, col_tile = tiles.program_order(num_col_tiles, num_heads, heads_per_group, False)
-    nheads_k = nheads // group_size
-    batch_index = batch_head // nheads_k
-    head_k = batch_head % nheads_k
-    head = head_k * group_size
-    col_begin = col_tile * BLOCK_KEYS
-    num_tiles = gl.cdiv(seqlen_q, BLOCK_M)
-    first_tile = num_tiles * 0
-    if IS_CAUSAL:
-        # Some query sees the first key of the block: the last one sees every key.
-        first_tile = gl.maximum(col_begin - (seqlen_k - seqlen_q), 0) // BLOCK_M
-    num_steps = (num_tiles - first_tile) * group_size
-
     buffers = (q_smem, dout_smem, k_smem, v_smem)
     row_buffers = (lse_smem, delta_smem, row_keys_smem, row_multipliers_smem)
     barriers = (k_full, v_full, q_full, q_empty, do_full, do_empty, keys_full)
-    position = (batch_index, head, head_k, col_begin, first_tile, num_tiles, num_steps)
-    lengths = (seqlen_q, seqlen_k, nheads, column_stride)
+    place_k = (batch_index, first_k, keys_end)
+    position = (place_q, place_k, head_k, group_size, col_begin)
     gl.warp_specialize([
         (_produce, (
-            (q_desc, dout_desc, k_desc, v_desc),
-            (words_ptr, int_words_ptr), buffers, row_buffers, barriers,
-            position, lengths, BLOCK_M, STAGES, HAS_DROPOUT,
+            (q_desc, dout_desc, k_desc, v_desc), (words_ptr, int_words_ptr), buffers, row_buffers,
+            barriers, position, walk, lse_strides, BLOCK_M, STAGES, IS_RAGGED, HAS_DROPOUT, SUB,
+            MASK_N,
         )),
         (_consume, (
             (dk_desc, dv_desc, dq_desc), column_keys_ptr, buffers, row_buffers, ds_smem, dq_smem,
-            barriers, ds_full, done, position, lengths, scale_log2, dk_scale, dv_scale, threshold,
-            0, HEADDIM, BLOCK_M, STAGES, IS_CAUSAL, HAS_TAIL, HAS_DROPOUT,
+            barriers, ds_full, done, position, walk, keys_end, seqlen_k, window, column_strides,
+            scale_log2, dk_scale, dv_scale, threshold, 0, HEADDIM, BLOCK_M, STAGES, IS_RAGGED,
+            HAS_LEFT, HAS_RIGHT, HAS_TAIL, HAS_DROPOUT, SUB, HAS_TOKENS, MASK_N,
         )),
         (_consume, (
             (dk_desc, dv_desc, dq_desc), column_keys_ptr, buffers, row_buffers, ds_smem, dq_smem,
-            barriers, ds_full, done, position, lengths, scale_log2, dk_scale, dv_scale, threshold,
-            1, HEADDIM, BLOCK_M, STAGES, IS_CAUSAL, HAS_TAIL, HAS_DROPOUT,
+            barriers, ds_full, done, position, walk, keys_end, seqlen_k, window, column_strides,
+            scale_log2, dk_scale, dv_scale, threshold, 1, HEADDIM, BLOCK_M, STAGES, IS_RAGGED,
+            HAS_LEFT, HAS_RIGHT, HAS_TAIL, HAS_DROPOUT, SUB, HAS_TOKENS, MASK_N,
         )),
     ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip

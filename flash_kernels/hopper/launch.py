@@ -9,12 +9,15 @@ from torch import Tensor
 from ..portable.attention_backward import compute_row_words
 from ..portable.dropout import column_keys, row_keys
 from ..portable.launch import Problem, cdiv, heads_per_group
+from .addressing import END
 from .backward import BLOCK_KEYS, KEYS, attention_backward_kernel
 from .forward import ROWS, attention_forward_kernel
 from .gluon_api import TensorDescriptor, gl
 from .rounding import round_scaled
-from .rule import is_readable_by_tma
+from .rule import is_packable, is_readable_by_tma
+from .token_words import pack_tokens
 
+_LARGEST = 2**31 - 2**16  # size of a dimension that no coordinate may leave
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
@@ -36,68 +39,122 @@ def padded_headdim(headdim: int) -> int:
     return 64 if headdim <= 64 else 128
 
 
-def forward_tile(headdim: int, has_dropout: bool) -> ForwardTile:
-    """The tile sizes of a call. Three consumers leave 160 registers, too few for the dropout."""
-    if headdim > 64:
+def forward_tile(problem: Problem) -> ForwardTile:
+    """The tile sizes of a call.
+
+    Three consumers leave 160 registers, too few for dropout and for more than one mask, and own
+    192 rows, which do not divide a block of a block mask.
+    """
+    p = problem
+    if p.headdim > 64:
         return ForwardTile(2, 128, 2, 240)
-    return ForwardTile(2, 128, 3, 240) if has_dropout else ForwardTile(3, 128, 3, 160)
+    if p.dropout_p > 0.0 or p.has_left or p.mask is not None:
+        return ForwardTile(2, 128, 3, 240)
+    return ForwardTile(3, 128, 3, 160)
 
 
-def backward_tile(headdim: int, has_dropout: bool) -> BackwardTile:
-    block_m = 128 if headdim <= 64 else 64
-    return BackwardTile(block_m, 2, 240)
-
-
-def _stride(column_keys: Tensor | None) -> int:
-    """From one head's column keys to the next one's."""
-    return 0 if column_keys is None else column_keys.shape[-1]
+def backward_tile(problem: Problem) -> BackwardTile:
+    return BackwardTile(128 if problem.headdim <= 64 else 64, 2, 240)
 
 
 @functools.cache
-def _layout(rows: int, columns: int, dtype: torch.dtype):
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], _DTYPES[dtype])
+def _layout(block_shape: tuple[int, ...], dtype: torch.dtype):
+    return gl.NVMMASharedLayout.get_default_for(list(block_shape), _DTYPES[dtype])
 
 
-def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """TMA descriptor of a (batch, seqlen, nheads, headdim) tensor as (batch, nheads, seqlen,
-    headdim), in boxes of [1, 1, rows, columns]."""
-    batch, seqlen, nheads, headdim = tensor.shape
-    sizes = [batch, nheads, seqlen, headdim]
-    strides = [tensor.stride(0), tensor.stride(2), tensor.stride(1), 1]
+def descriptor(tensor: Tensor, rows: int, columns: int, is_ragged: bool) -> TensorDescriptor:
+    """TMA descriptor of q, k, v or what is shaped like them, in boxes of one head, `rows` rows and
+    `columns` columns, with the dimensions that addressing.py counts by.
+
+    Dense: (batch, nheads, seqlen, headdim). is_ragged: packed sequences, or a dense tensor whose
+    sequences follow each other (is_packable).
+    """
+    row_stride, head_stride = tensor.stride(-3), tensor.stride(-2)
+    nheads, headdim = tensor.shape[-2:]
     # The stride of a dimension of size 1 is never used, but has to be a multiple of 16 bytes.
-    strides = [s if n > 1 else 8 for n, s in zip(sizes[:3], strides[:3], strict=True)] + [1]
-    layout = _layout(rows, columns, tensor.dtype)
-    return TensorDescriptor(tensor, sizes, strides, [1, 1, rows, columns], layout)
+    head_stride = head_stride if nheads > 1 else 8
+    if is_ragged:
+        sizes = [_LARGEST, _LARGEST, nheads, END.value, headdim]
+        strides = [2**34 - row_stride, row_stride, head_stride, row_stride, 1]
+        box = (1, 1, 1, rows, columns)
+    else:
+        batch, seqlen = tensor.shape[:2]
+        sizes = [batch, nheads, seqlen, headdim]
+        strides = [
+            tensor.stride(0) if batch > 1 else 8, head_stride, row_stride if seqlen > 1 else 8, 1
+        ]  # fmt: skip
+        box = (1, 1, rows, columns)
+    return TensorDescriptor(tensor, sizes, strides, list(box), _layout(box, tensor.dtype))
+
+
+def _head_strides(tensor: Tensor | None, is_varlen: bool) -> tuple[int, int]:
+    """(batch, head) strides of a (batch, nheads, n) tensor, or of (nheads, n) with packed
+    sequences."""
+    if tensor is None:
+        return 0, 0
+    return (0, tensor.stride(0)) if is_varlen else (tensor.stride(0), tensor.stride(1))
+
+
+def _flags(problem: Problem, block: int) -> dict[str, int | bool]:
+    """Compile-time arguments of both kernels; block: keys of a tile of the walk or of a block."""
+    p = problem
+    is_ragged = p.is_varlen or p.lengths_k is not None
+    return {
+        "HEADDIM": padded_headdim(p.headdim),
+        "IS_VARLEN": p.is_varlen,
+        "HAS_LENGTHS": p.lengths_k is not None,
+        "HAS_LEFT": p.has_left,
+        "HAS_RIGHT": p.has_right,
+        # A causal mask hides what a tile holds behind the last key, a block mask lists such blocks
+        # as partial.
+        "HAS_TAIL": p.mask is None
+        and not p.has_right
+        and (is_ragged or p.has_left or p.seqlen_k % block != 0),
+        "HAS_DROPOUT": p.dropout_p > 0.0,
+        "MASK_M": 0 if p.mask is None else p.mask.block_m,
+        "MASK_N": 0 if p.mask is None else p.mask.block_n,
+        "HAS_TOKENS": p.mask is not None and p.mask.token_masks.shape[0] > 0,
+    }
+
+
+def _lists(problem: Problem, by_column: bool) -> tuple | None:
+    """row_lists or col_lists of the problem, their token masks packed."""
+    p = problem
+    if p.mask is None:
+        return None
+    lists = p.col_lists if by_column else p.row_lists
+    return (*lists[:3], pack_tokens(p.mask.token_masks, by_column), *lists[4:])
 
 
 def attention_forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """The counterpart of the portable attention_forward, for calls that rule.py admits.
 
     Returns:
-        out: (batch, seqlen_q, nheads, headdim), dtype of q, contiguous. lse: float32, (batch,
-            nheads, seqlen_q).
+        out: shape and dtype of q, contiguous. lse: float32, (batch, nheads, seqlen_q) or (nheads,
+            total_q).
     """
     p = problem
     out = torch.empty(p.q.shape, dtype=p.q.dtype, device=p.q.device)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=p.q.device)
     if out.numel() == 0:
         return out, lse
-    has_dropout = p.dropout_p > 0.0
-    tile = forward_tile(p.headdim, has_dropout)
-    columns = padded_headdim(p.headdim)
+    tile = forward_tile(p)
+    flags = _flags(p, tile.block_n)
+    columns, is_ragged = flags["HEADDIM"], p.is_varlen or p.lengths_k is not None
     num_heads = p.batch * p.nheads
     num_row_tiles = cdiv(p.seqlen_q, tile.num_consumers * ROWS.value)
     with p.device_guard():
         keys = column_keys(p, tile.block_n)
         attention_forward_kernel[(num_heads * num_row_tiles,)](
-            descriptor(p.q, ROWS.value, columns), descriptor(p.k, tile.block_n, columns),
-            descriptor(p.v, tile.block_n, columns), descriptor(out, ROWS.value, columns), lse,
-            *row_keys(p), keys, _stride(keys), p.nheads, p.group_size, num_heads,
-            p.seqlen_q, p.seqlen_k, num_row_tiles, heads_per_group(p), p.scale_log2,
-            p.dropout_threshold, p.keep_scale,
-            NUM_CONSUMERS=tile.num_consumers, HEADDIM=columns, BLOCK_N=tile.block_n,
-            STAGES=tile.num_stages, REGISTERS=tile.registers, IS_CAUSAL=p.has_right,
-            HAS_TAIL=not p.has_right and p.seqlen_k % tile.block_n != 0, HAS_DROPOUT=has_dropout,
+            descriptor(p.q, ROWS.value, columns, is_ragged),
+            descriptor(p.k, tile.block_n, columns, is_ragged),
+            descriptor(p.v, tile.block_n, columns, is_ragged),
+            descriptor(out, ROWS.value, columns, is_ragged), lse, *row_keys(p), keys,
+            p.cu_seqlens_q, p.cu_seqlens_k, p.lengths_k, _lists(p, by_column=False), p.lse_strides,
+            _head_strides(keys, p.is_varlen), p.nheads, p.group_size, num_heads, p.seqlen_q,
+            p.seqlen_k, num_row_tiles, heads_per_group(p), p.window, p.scale_log2,
+            p.dropout_threshold, p.keep_scale, NUM_CONSUMERS=tile.num_consumers,
+            BLOCK_N=tile.block_n, STAGES=tile.num_stages, REGISTERS=tile.registers, **flags,
             num_warps=4,
         )  # fmt: skip
     return out, lse
@@ -111,15 +168,23 @@ def attention_backward(
     dq is added up in a float32 tensor of q's size, in any order.
     """
     p = problem
-    if not is_readable_by_tma(dout) or dout.stride(-1) != 1:
+    is_ragged = p.is_varlen or p.lengths_k is not None
+    if (
+        dout.stride(-1) != 1
+        or not is_readable_by_tma(dout)
+        or (is_ragged and not is_packable(dout, p.is_varlen))
+    ):
         dout = dout.contiguous()
     dq = torch.empty(p.q.shape, dtype=p.q.dtype, device=p.q.device)
-    dk = torch.empty(p.k.shape, dtype=p.k.dtype, device=p.q.device)
-    dv = torch.empty(p.v.shape, dtype=p.v.dtype, device=p.q.device)
+    # The kernel leaves out the gradients of padding, which are zero.
+    new = torch.empty if p.lengths_k is None else torch.zeros
+    dk = new(p.k.shape, dtype=p.k.dtype, device=p.q.device)
+    dv = new(p.v.shape, dtype=p.v.dtype, device=p.q.device)
     if dq.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
-    tile = backward_tile(p.headdim, p.dropout_p > 0.0)
-    columns = padded_headdim(p.headdim)
+    tile = backward_tile(p)
+    flags = _flags(p, BLOCK_KEYS.value)
+    columns = flags["HEADDIM"]
     num_heads = p.batch * p.nheads_k
     num_col_tiles = cdiv(p.seqlen_k, BLOCK_KEYS.value)
     grad_scale = p.softmax_scale * p.keep_scale
@@ -128,17 +193,19 @@ def attention_backward(
         row_words = compute_row_words(p, dout, dlse, out, lse)
         dq_sum = torch.zeros(p.q.shape, dtype=torch.float32, device=p.q.device)
         attention_backward_kernel[(num_heads * num_col_tiles,)](
-            descriptor(p.q, tile.block_m, columns), descriptor(dout, tile.block_m, columns),
-            descriptor(p.k, KEYS.value, columns), descriptor(p.v, KEYS.value, columns),
-            descriptor(dk, KEYS.value, columns), descriptor(dv, KEYS.value, columns),
-            descriptor(dq_sum, 64, columns * tile.block_m // 128), row_words,
-            row_words.view(torch.int32), keys, _stride(keys), p.nheads, p.group_size, num_heads,
-            p.seqlen_q, p.seqlen_k, num_col_tiles, max(1, heads_per_group(p) // p.group_size),
-            p.scale_log2, grad_scale,
-            p.keep_scale, p.dropout_threshold, HEADDIM=columns, BLOCK_M=tile.block_m,
-            STAGES=tile.num_stages, REGISTERS=tile.registers, IS_CAUSAL=p.has_right,
-            HAS_TAIL=not p.has_right and p.seqlen_k % BLOCK_KEYS.value != 0,
-            HAS_DROPOUT=p.dropout_p > 0.0, num_warps=4,
+            descriptor(p.q, tile.block_m, columns, is_ragged),
+            descriptor(dout, tile.block_m, columns, is_ragged),
+            descriptor(p.k, KEYS.value, columns, is_ragged),
+            descriptor(p.v, KEYS.value, columns, is_ragged),
+            descriptor(dk, KEYS.value, columns, is_ragged),
+            descriptor(dv, KEYS.value, columns, is_ragged),
+            descriptor(dq_sum, 64, columns * tile.block_m // 128, is_ragged), row_words,
+            row_words.view(torch.int32), keys, p.cu_seqlens_q, p.cu_seqlens_k, p.lengths_k,
+            _lists(p, by_column=True), p.lse_strides, _head_strides(keys, p.is_varlen), p.nheads,
+            p.group_size, num_heads, p.seqlen_q, p.seqlen_k, num_col_tiles,
+            max(1, heads_per_group(p) // p.group_size), p.window, p.scale_log2, grad_scale,
+            p.keep_scale, p.dropout_threshold, BLOCK_M=tile.block_m, STAGES=tile.num_stages,
+            REGISTERS=tile.registers, **flags, num_warps=4,
         )  # fmt: skip
         round_scaled(dq_sum, grad_scale, dq)
     return dq, dk, dv

@@ -6,11 +6,13 @@
     kernel=None        hopper where it serves the call and was measured to be the faster one
                        (is_faster), else portable.
 
-Hopper serves: a GPU of compute capability 9.0, a release of Triton in versions.py, float16 or
-bfloat16, headdim a multiple of 8 up to 128, dense batches, causal or full attention, dropout,
-grouped heads, and q, k and v that TMA can read (16-byte aligned, with strides that are multiples of
-16 bytes). Forward and backward decide each by itself: both families share one contract. The
-backward of hopper adds up dq in any order, so that its last bits vary; deterministic=True and
+Hopper serves, on a GPU of compute capability 9.0 with a release of Triton in versions.py: float16
+and bfloat16; headdim a multiple of 8 up to 128; dense batches, padded keys and packed sequences;
+causal and other windows whose first key some query sees; dropout; grouped heads; block masks of
+blocks of 128 or 256. q, k and v must be such that TMA can read them: 16-byte aligned, with strides
+that are multiples of 16 bytes, and with padded keys one sequence behind the other. Softcap and
+ALiBi are portable. Forward and backward decide each by itself: both families share one contract.
+The backward of hopper adds up dq in any order, so that its last bits vary; deterministic=True and
 torch.use_deterministic_algorithms take the portable one.
 """
 
@@ -83,17 +85,21 @@ def reason_not_served(problem: Problem) -> str | None:
         return f"serves float16 and bfloat16, got {p.q.dtype}"
     if p.headdim % 8 != 0 or p.headdim > MAX_HEADDIM:
         return f"serves head dims that are multiples of 8 up to {MAX_HEADDIM}, got {p.headdim}"
-    if p.is_varlen or p.lengths_k is not None:
-        return "does not serve packed sequences or lengths_k"
-    if p.has_left or p.window[1] != 0:
-        return "does not serve windows other than causal"
+    if p.has_left and not _sees_the_first_key(p):
+        return "serves windows only if some query sees the first key"
     if p.mask is not None:
-        return "does not serve block masks"
+        if p.mask.block_m % 128 or p.mask.block_n % 128:
+            return (
+                "serves block masks of 128 or 256 rows and columns, "
+                f"got {p.mask.block_m} x {p.mask.block_n}"
+            )
+        if p.mask.rows.indices.shape[0] == 0:
+            return "needs at least one block in a block mask"
     if p.softcap > 0.0 or p.alibi_slopes is not None:
         return "does not serve softcap or alibi_slopes"
     if not p.softmax_scale > 0.0:
         return f"needs a positive softmax_scale, got {p.softmax_scale}"
-    if p.seqlen_k == 0:
+    if p.k.numel() == 0:
         return "needs at least one key"
     for name, tensor in (("q", p.q), ("k", p.k), ("v", p.v)):
         if not is_readable_by_tma(tensor):
@@ -101,7 +107,28 @@ def reason_not_served(problem: Problem) -> str | None:
                 f"needs {name} 16-byte aligned with strides that are multiples of 16 bytes, "
                 f"got strides {tuple(tensor.stride())} of {tensor.dtype}"
             )
+        if p.lengths_k is not None and not is_packable(tensor, p.is_varlen):
+            return (
+                f"needs sequences of {name} that follow each other where keys are padded, "
+                f"got strides {tuple(tensor.stride())} of shape {tuple(tensor.shape)}"
+            )
     return None
+
+
+def _sees_the_first_key(problem: Problem) -> bool:
+    """Whether every key is inside the window of some query. Others, whatever they hold, would reach
+    the gradients through the tile that they share with a key that is."""
+    p = problem
+    if p.is_varlen:
+        return p.cu_seqlens_q is p.cu_seqlens_k or p.seqlen_q == p.seqlen_k == 1
+    return p.seqlen_k - p.seqlen_q <= p.window[0]
+
+
+def is_packable(tensor: Tensor, is_varlen: bool) -> bool:
+    """Whether the rows of all sequences are evenly spaced: (batch, seqlen, ...) as packed rows."""
+    return (
+        is_varlen or tensor.shape[0] == 1 or tensor.stride(0) == tensor.shape[1] * tensor.stride(1)
+    )
 
 
 def is_readable_by_tma(tensor: Tensor) -> bool:

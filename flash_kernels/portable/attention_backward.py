@@ -128,11 +128,11 @@ def _accumulate_dk_dv(
             probs, row_keys[None, :], row_multipliers[None, :], column_keys[:, None],
             dropout_threshold, PTX,
         )  # fmt: skip
-    dv = tl.dot(kept_probs.to(dout.dtype), dout, dv, input_precision="ieee")
+    dv = tiles.add_product(kept_probs.to(dout.dtype), dout, dv, PRECISE)
     dscores = kept_probs * dprobs - probs * delta[None, :]
     if HAS_SOFTCAP:
         dscores = dscores * factor
-    dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
+    dk = tiles.add_product(dscores.to(q.dtype), q, dk, PRECISE)
     return dk, dv
 
 

@@ -78,7 +78,7 @@ def attend_keys(
     v = tiles.load_tile(
         v_ptrs + col_begin.to(tl.int64) * v_stride, cols, begin, end, dims, HEADDIM, BLOCK_D, MASKED
     )  # [BLOCK_N, BLOCK_D]
-    acc = tl.dot(probs.to(v.dtype), v, acc, input_precision="ieee")
+    acc = tiles.add_product(probs.to(v.dtype), v, acc, PRECISE)
     return acc, new_max, row_sum
 
 

@@ -83,7 +83,7 @@ def _accumulate_dq(
     dscores = probs * (dprobs - delta[:, None])
     if HAS_SOFTCAP:
         dscores = dscores * factor
-    return tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
+    return tiles.add_product(dscores.to(k.dtype), k, dq, PRECISE)
 
 
 _LENGTHS = [

@@ -72,12 +72,22 @@ def load_column_keys(
 
 
 @triton.jit
-def row_keys_kernel(seed_ptr, keys_ptr, multipliers_ptr, seqlen_q, num_tiles, BLOCK: tl.constexpr):
-    """dropout_row_keys of every row, (batch * nheads, seqlen_q). Grid: (heads * num_tiles,)."""
+def row_keys_kernel(
+    seed_ptr, keys_ptr, multipliers_ptr, cu_seqlens_q_ptr, lse_strides, nheads, seqlen_q,
+    num_tiles, IS_VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dropout_row_keys of every row, laid out like the LSE. Grid: (heads * num_tiles,)."""
     batch_head = tl.program_id(0) // num_tiles
+    batch_index = batch_head // nheads
     rows = (tl.program_id(0) % num_tiles) * BLOCK + tl.arange(0, BLOCK)
+    first_q, seqlen_q = tiles.sequence_range(cu_seqlens_q_ptr, batch_index, seqlen_q, IS_VARLEN)
     keys, multipliers = dropout_row_keys(seed_ptr, rows, batch_head)
-    offsets = batch_head.to(tl.int64) * seqlen_q + rows
+    offsets = (
+        batch_index.to(tl.int64) * lse_strides[0]
+        + (batch_head % nheads).to(tl.int64) * lse_strides[1]
+        + first_q
+        + rows
+    )
     tl.store(keys_ptr + offsets, keys, mask=rows < seqlen_q)
     tl.store(multipliers_ptr + offsets, multipliers, mask=rows < seqlen_q)
 
@@ -117,18 +127,18 @@ def column_keys_kernel(
     )
 
 
-def column_keys(problem: Problem, multiple: int = 1) -> Tensor | None:
+def column_keys(problem: Problem, block: int = 1) -> Tensor | None:
     """int32 keys of the dropout mask, one a key and head (drop): None without dropout.
 
-    (batch, nheads, seqlen_k), the last dimension rounded up to a multiple of `multiple` with
-    anything in the rest, or (nheads, total_k). O(batch * nheads * seqlen_k) memory, made again in
-    the backward. The keys of the rows are made where they are used.
+    (batch, nheads, seqlen_k) or (nheads, total_k), the last dimension longer by block - 1 with
+    anything in the rest, so that blocks of keys can be read to their end. O(batch * nheads *
+    seqlen_k) memory, made again in the backward. The keys of the rows are made where they are used.
     """
     p = problem
     if p.dropout_p == 0.0:
         return None
     *heads, length = p.column_shape
-    columns = cdiv(length, multiple) * multiple
+    columns = length + block - 1
     keys = torch.empty((*heads, columns), dtype=torch.int32, device=p.q.device)
     strides = (0, columns) if p.is_varlen else (p.nheads * columns, columns)
     num_tiles = cdiv(p.seqlen_k, _KEYS_BLOCK)
@@ -141,8 +151,8 @@ def column_keys(problem: Problem, multiple: int = 1) -> Tensor | None:
 
 
 def row_keys(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
-    """(keys, multipliers) of the rows of a dense call, int32 (batch, nheads, seqlen_q) each, for
-    kernels that cannot make them themselves; None without dropout."""
+    """(keys, multipliers) of the rows, int32 in the shape of the LSE each, for kernels that cannot
+    make them themselves; None without dropout."""
     p = problem
     if p.dropout_p == 0.0:
         return None, None
@@ -150,8 +160,9 @@ def row_keys(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
     multipliers = torch.empty_like(keys)
     num_tiles = cdiv(p.seqlen_q, _KEYS_BLOCK)
     row_keys_kernel[(p.batch * p.nheads * num_tiles,)](
-        p.dropout_seed, keys, multipliers, p.seqlen_q, num_tiles, BLOCK=_KEYS_BLOCK
-    )
+        p.dropout_seed, keys, multipliers, p.cu_seqlens_q, p.lse_strides, p.nheads, p.seqlen_q,
+        num_tiles, IS_VARLEN=p.is_varlen, BLOCK=_KEYS_BLOCK,
+    )  # fmt: skip
     return keys, multipliers
 
 

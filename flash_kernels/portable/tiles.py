@@ -203,6 +203,20 @@ def store_tile(ptrs, values, positions, end, dims, HEADDIM: tl.constexpr, BLOCK_
 
 
 @triton.jit
+def add_product(a, b, acc, PRECISE: tl.constexpr):
+    """acc + a @ b, float32.
+
+    PRECISE (float32 operands) keeps a tile's sum apart until it is complete: one chain of additions
+    through all tiles rounds once an element, an error that grows with the sequence. Triton folds
+    acc + dot into such a chain, but not a difference.
+    """
+    if PRECISE:
+        return acc - tl.dot(-a, b, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
 def tanh(x, PRECISE: tl.constexpr):
     """tanh by exp2, which the interpreter has; PRECISE adds a series near 0."""
     decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))

@@ -19,8 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from flash_kernels import BlockMask
 from flash_kernels.hopper import launch
-from flash_kernels.portable.launch import Problem
+from flash_kernels.portable.launch import Problem, WalkedMask
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _OPERANDS = re.compile(r"^@!?U?P\w+\s+")
@@ -136,13 +137,32 @@ def figures(kernel) -> dict:
 
 
 def launch_case(direction, headdim, dtype, options, seqlen_q=200, seqlen_k=200):
-    q = torch.zeros(2, seqlen_q, 4, headdim, dtype=_DTYPES[dtype])
-    k = torch.zeros(2, seqlen_k, 2, headdim, dtype=_DTYPES[dtype])
-    seed = torch.zeros(1, dtype=torch.int64) if "dropout" in options else None
-    problem = Problem(
-        q, k, k, softmax_scale=0.1, dropout_seed=seed, dropout_p=0.1 if seed is not None else 0.0,
-        window_right=0 if "causal" in options else None,
-    )  # fmt: skip
+    shape = (400,) if "varlen" in options else (2, seqlen_q)
+    q = torch.zeros(*shape, 4, headdim, dtype=_DTYPES[dtype])
+    shape = (400,) if "varlen" in options else (2, seqlen_k)
+    k = torch.zeros(*shape, 2, headdim, dtype=_DTYPES[dtype])
+    more = {}
+    if "dropout" in options:
+        more.update(dropout_seed=torch.zeros(1, dtype=torch.int64), dropout_p=0.1)
+    if "causal" in options:
+        more["window_right"] = 0
+    if "window" in options:
+        more.update(window_left=70, window_right=9)
+    if "varlen" in options:
+        steps = torch.tensor([0, 200, 400], dtype=torch.int32)
+        more.update(cu_seqlens_q=steps, cu_seqlens_k=steps, max_seqlen_q=200, max_seqlen_k=200)
+    if "lengths" in options:
+        more["lengths_k"] = torch.zeros(2, dtype=torch.int32)
+    if "blocks" in options or "tokens" in options:
+        blocks = torch.ones(2, 2, dtype=torch.bool)
+        tokens = torch.eye(seqlen_q, seqlen_k) > 0 if "tokens" in options else None
+        mask = BlockMask.from_dense(
+            blocks, seqlen_q=seqlen_q, seqlen_k=seqlen_k, token_mask=tokens
+        ).restricted()
+        more["blocks"] = WalkedMask(
+            mask.rows, mask.cols, mask.token_masks, mask.block_m, mask.block_n
+        )
+    problem = Problem(q, k, k, softmax_scale=0.1, **more)
     if direction == "forward":
         launch.attention_forward(problem)
     else:

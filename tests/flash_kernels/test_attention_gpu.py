@@ -1,9 +1,12 @@
 """On a GPU (`pytest -m gpu tests/flash_kernels`): compiled kernels, bf16, races, long rows."""
 
+import contextlib
+import itertools
 import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -224,20 +227,35 @@ def random_case(rng: random.Random) -> tuple[str, tuple, dict]:
     return "flash_attention_varlen", (q, k, v), options
 
 
-@pytest.mark.parametrize("seconds", [30, pytest.param(600, marks=pytest.mark.slow)])
-def test_random_calls(seconds):
-    """Deselect the ten minutes with -m 'gpu and not slow'."""
+def assert_random_calls_match(seeds: Iterable[int], seconds: float) -> None:
+    """Every seed's call, by either family of kernels, until the time is up."""
     end = time.monotonic() + seconds
-    seed = 0
-    while time.monotonic() < end:
-        name, qkv, options = random_case(random.Random(seed))
+    for seed in seeds:
+        if time.monotonic() > end:
+            return
+        rng = random.Random(seed)
+        name, qkv, options = random_case(rng)
         try:
-            testing.assert_matches_reference(name, qkv, **options)
+            if rng.random() < 0.5:
+                with contextlib.suppress(NotImplementedError):
+                    testing.assert_matches_reference(name, qkv, kernel="hopper", **options)
+                    continue
+            testing.assert_matches_reference(name, qkv, kernel="portable", **options)
         except AssertionError as error:
             raise AssertionError(
                 f"seed {seed}: {name} {[tuple(t.shape) for t in qkv]} {options}: {error}"
             ) from error
-        seed += 1
+
+
+def test_random_calls():
+    assert_random_calls_match(itertools.count(), 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_ten_minutes_of_random_calls(part):
+    """Two and a half in each part, for several processes; -m "gpu and not slow" leaves them out."""
+    assert_random_calls_match(itertools.count(1000 + part, 4), 150)
 
 
 def test_packed_sequence_longer_than_promised_stops_on_the_device():

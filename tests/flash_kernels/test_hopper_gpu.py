@@ -4,7 +4,14 @@ the reference and against the portable kernels."""
 import pytest
 import torch
 
-from flash_kernels import flash_attention, reference, testing
+from flash_kernels import (
+    BlockMask,
+    block_sparse_attention_varlen,
+    flash_attention,
+    flash_attention_varlen,
+    reference,
+    testing,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,19 +105,135 @@ def test_dropout_mask_of_a_long_row_equals_the_reference():
     torch.testing.assert_close(out[..., 0].float(), kept, rtol=2e-3, atol=0)
 
 
+WINDOWS = [dict(window=(100, 7)), dict(window=(130, 0), causal=True), dict(window=(None, 40))]
+
+
+@pytest.mark.parametrize("headdim", [40, 64, 128])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.17])
+@pytest.mark.parametrize("options", WINDOWS)
+def test_windows(options, dropout_p, headdim):
+    for seqlen_q, seqlen_k in [(1, 1), (300, 300), (777, 700), (513, 520), (1025, 1025)]:
+        qkv = testing.make_qkv(1, seqlen_q, seqlen_k, 2, headdim, device="cuda")
+        testing.assert_matches_reference(
+            "flash_attention", qkv, **options, dropout_p=dropout_p, dropout_seed=5, kernel="hopper"
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("headdim", [40, 64, 128])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.17])
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(100, 7))])
+def test_packed_sequences(options, dropout_p, headdim, dtype):
+    lengths_q = [1, 300, 0, 129, 640, 0, 5]
+    lengths_k = lengths_q if "window" in options else [200, 300, 7, 0, 513, 0, 129]
+    q, k, v = (
+        t.detach()[0]
+        for t in testing.make_qkv(
+            1, sum(lengths_q), sum(lengths_k), 4, headdim, nheads_k=2, dtype=dtype, device="cuda"
+        )
+    )
+    cu_seqlens = [testing.make_cu_seqlens(lengths, "cuda") for lengths in (lengths_q, lengths_k)]
+    if lengths_k is lengths_q:
+        cu_seqlens[1] = cu_seqlens[0]
+    testing.assert_matches_reference(
+        "flash_attention_varlen", (q, k, v), cu_seqlens_q=cu_seqlens[0],
+        cu_seqlens_k=cu_seqlens[1], max_seqlen_q=max(lengths_q), max_seqlen_k=max(lengths_k),
+        **options, dropout_p=dropout_p, dropout_seed=2**50 + 1, lse_gradient=True, kernel="hopper",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_nothing_leaks_from_the_next_sequence(headdim):
+    qkv = torch.randn(520, 3, 2, headdim, dtype=torch.bfloat16, device="cuda")
+    qkv[300:] = float("nan")
+    q, k, v = (t.requires_grad_() for t in qkv.unbind(1))
+    cu_seqlens = torch.tensor([0, 300, 520], dtype=torch.int32, device="cuda")
+    options = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    out = flash_attention_varlen(
+        q, k, v, **options, max_seqlen_q=300, max_seqlen_k=300, kernel="hopper"
+    )
+    grads = torch.autograd.grad(out[:300].sum(), (q, k, v))
+    assert out[:300].isfinite().all() and all(g[:300].isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(300, 7))])
+def test_padded_keys(options, headdim):
+    q, k, v = testing.make_qkv(4, 300, 333, 4, headdim, nheads_k=2, device="cuda")
+    if "window" in options:
+        k, v = (t.detach()[:, :300].contiguous().requires_grad_() for t in (k, v))
+    lengths = torch.tensor([k.shape[1], 0, 1, 130], device="cuda")
+    testing.assert_matches_reference(
+        "flash_attention", (q, k, v), lengths_k=lengths, **options, dropout_p=0.1, dropout_seed=3,
+        lse_gradient=True, kernel="hopper",
+    )  # fmt: skip
+    is_padding = torch.arange(k.shape[1], device="cuda")[None, :] >= lengths[:, None]
+    k, v = (t.detach().masked_fill(is_padding[:, :, None, None], float("nan")) for t in (k, v))
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = flash_attention(*leaves, lengths_k=lengths, **options, kernel="hopper")
+    assert out.isfinite().all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), leaves))
+
+
+@pytest.mark.parametrize("block_m,block_n", [(128, 128), (256, 128), (128, 256)])
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("has_tokens", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(causal=True), dict(window=(700, 60)), dict(dropout_p=0.17, dropout_seed=5)],
+)
+def test_block_masks(options, has_tokens, headdim, block_m, block_n):
+    """With an empty block row and column, and a mask for each head."""
+    seqlen_q, seqlen_k = 900, 1000
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.rand(1, 4, -(-seqlen_q // block_m), -(-seqlen_k // block_n), generator=generator)
+    blocks = (blocks < 0.5).cuda()
+    blocks[:, :2, 1] = False
+    blocks[..., 2] = False
+    tokens = None
+    if has_tokens:
+        tokens = (torch.rand(seqlen_q, seqlen_k, generator=generator) < 0.3).cuda()
+    mask = BlockMask.from_dense(
+        blocks, block_m, block_n, seqlen_q=seqlen_q, seqlen_k=seqlen_k, token_mask=tokens
+    )
+    qkv = testing.make_qkv(
+        2, seqlen_q, seqlen_k, 4, headdim, nheads_k=2, dtype=torch.bfloat16, device="cuda"
+    )
+    testing.assert_matches_reference(
+        "block_sparse_attention", qkv, block_mask=mask, **options, kernel="hopper"
+    )
+
+
+def test_block_masks_over_packed_sequences():
+    lengths = [130, 0, 400, 511]
+    qkv = torch.randn(sum(lengths), 3, 4, 64, dtype=torch.bfloat16, device="cuda")
+    leaves = [t.requires_grad_() for t in qkv.unbind(1)]
+    blocks = torch.ones(4, 4).tril(1).bool().cuda()
+    blocks[2, 0] = False
+    mask = BlockMask.from_dense(blocks, seqlen_q=511, seqlen_k=511)
+    cu_seqlens = testing.make_cu_seqlens(lengths, "cuda")
+    options = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=511)
+    options.update(max_seqlen_k=511, causal=True, dropout_p=0.1, dropout_seed=2)
+    dout, found = torch.randn_like(qkv[:, 0]), []
+    for kernel in ("hopper", "portable"):
+        out = block_sparse_attention_varlen(*leaves, mask, **options, kernel=kernel)
+        found.append((out, *torch.autograd.grad(out, leaves, dout)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize(
     "options,words",
     [
         (dict(softcap=1.0), "does not serve softcap"),
-        (dict(window=(3, 3)), "does not serve windows"),
         (dict(softmax_scale=0.0), "positive softmax_scale"),
-        (dict(lengths_k=torch.tensor([3])), "packed sequences or lengths_k"),
+        (dict(alibi_slopes=torch.ones(2)), "or alibi_slopes"),
     ],
 )
 def test_what_is_not_served_says_so(options, words):
     q, k, v = testing.make_qkv(1, 16, 16, 2, 64, device="cuda")
-    if "lengths_k" in options:
-        options = dict(lengths_k=options["lengths_k"].cuda())
+    if "alibi_slopes" in options:
+        options = dict(alibi_slopes=options["alibi_slopes"].cuda())
     with pytest.raises(NotImplementedError, match=words):
         flash_attention(q, k, v, kernel="hopper", **options)
     flash_attention(q, k, v, **options)

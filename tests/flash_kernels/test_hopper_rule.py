@@ -5,13 +5,19 @@ import warnings
 import pytest
 import torch
 
+from flash_kernels import BlockMask
 from flash_kernels.hopper import rule
-from flash_kernels.portable.launch import Problem
+from flash_kernels.portable.launch import Problem, WalkedMask
 
 
 @pytest.fixture(autouse=True)
 def hopper_gpu(monkeypatch):
     monkeypatch.setattr(rule, "_is_hopper", lambda device: True)
+
+
+def blocks(size: int) -> WalkedMask:
+    mask = BlockMask.from_dense(torch.ones(1, 1, dtype=torch.bool), size, size).restricted()
+    return WalkedMask(mask.rows, mask.cols, mask.token_masks, size, size)
 
 
 def problem(headdim=64, dtype=torch.bfloat16, seqlen_k=24, **options) -> Problem:
@@ -28,6 +34,10 @@ def problem(headdim=64, dtype=torch.bfloat16, seqlen_k=24, **options) -> Problem
         dict(headdim=8),
         dict(headdim=72, dtype=torch.float16),
         dict(dropout_p=0.1, dropout_seed=torch.zeros(1, dtype=torch.int64)),
+        dict(window_right=3),
+        dict(window_left=8, window_right=0),  # query 0 stands at key 8
+        dict(lengths_k=torch.zeros(2, dtype=torch.int32)),
+        dict(blocks=blocks(128)),
     ],
 )
 def test_served(options, monkeypatch):
@@ -45,11 +55,10 @@ def test_served(options, monkeypatch):
         (dict(dtype=torch.float32), "float16 and bfloat16, got torch.float32"),
         (dict(headdim=136), "up to 128, got 136"),
         (dict(headdim=36), "multiples of 8 up to 128, got 36"),
-        (dict(window_left=3), "windows other than causal"),
-        (dict(window_right=3), "windows other than causal"),
+        (dict(window_left=3), "some query sees the first key"),
         (dict(softcap=1.0), "does not serve softcap"),
         (dict(alibi_slopes=torch.zeros(4)), "or alibi_slopes"),
-        (dict(lengths_k=torch.zeros(2)), "or lengths_k"),
+        (dict(blocks=blocks(64)), "128 or 256 rows and columns, got 64 x 64"),
         (dict(softmax_scale=0.0), "positive softmax_scale, got 0.0"),
         (dict(seqlen_k=0), "at least one key"),
     ],
@@ -67,6 +76,8 @@ def test_strides():
     assert not rule.is_readable_by_tma(torch.zeros(2, 16, 4, 68, dtype=torch.float16)[..., :64])
     assert not rule.is_readable_by_tma(torch.zeros(2, 16, 4, 72, dtype=torch.float16)[..., 4:68])
     assert not rule.is_readable_by_tma(torch.zeros(2, 16, 1, 64).expand(2, 16, 4, 64))
+    assert rule.is_packable(fused[:, :, 0], False)
+    assert not rule.is_packable(torch.zeros(2, 20, 4, 64)[:, :16], False)
     # The stride of a dimension of size 1 is never used.
     strides = (3, 64, 5, 1)
     assert rule.is_readable_by_tma(torch.empty_strided((1, 16, 1, 64), strides, dtype=torch.half))
