@@ -387,7 +387,9 @@ def attention_backward_kernel(
     """
     IS_RAGGED: gl.constexpr = IS_VARLEN or HAS_LENGTHS
     SUB: gl.constexpr = MASK_M // BLOCK_M
-    batch_head, col_tile = tiles.program_order(num_col_tiles, num_heads, heads_per_group, False)
+    batch_head, col_tile = tiles.program_order(
+        gl.program_id(0), num_col_tiles, num_heads, heads_per_group, False
+    )
     nheads_k = nheads // group_size
     batch_index = batch_head // nheads_k
     head_k = batch_head % nheads_k

@@ -58,6 +58,14 @@ def backward_tile(problem: Problem) -> BackwardTile:
 
 
 @functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Those of the GPU; of an H200 where kernels are compiled for one that is not there."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
 def _layout(block_shape: tuple[int, ...], dtype: torch.dtype):
     return gl.NVMMASharedLayout.get_default_for(list(block_shape), _DTYPES[dtype])
 
@@ -143,19 +151,20 @@ def attention_forward(problem: Problem) -> tuple[Tensor, Tensor]:
     columns, is_ragged = flags["HEADDIM"], p.is_varlen or p.lengths_k is not None
     num_heads = p.batch * p.nheads
     num_row_tiles = cdiv(p.seqlen_q, tile.num_consumers * ROWS.value)
+    num_items = num_heads * num_row_tiles
     with p.device_guard():
         keys = column_keys(p, tile.block_n)
-        attention_forward_kernel[(num_heads * num_row_tiles,)](
+        attention_forward_kernel[(min(num_items, num_multiprocessors(p.q.device)),)](
             descriptor(p.q, ROWS.value, columns, is_ragged),
             descriptor(p.k, tile.block_n, columns, is_ragged),
             descriptor(p.v, tile.block_n, columns, is_ragged),
-            descriptor(out, ROWS.value, columns, is_ragged), lse, *row_keys(p), keys,
-            p.cu_seqlens_q, p.cu_seqlens_k, p.lengths_k, _lists(p, by_column=False), p.lse_strides,
-            _head_strides(keys, p.is_varlen), p.nheads, p.group_size, num_heads, p.seqlen_q,
-            p.seqlen_k, num_row_tiles, heads_per_group(p), p.window, p.scale_log2,
-            p.dropout_threshold, p.keep_scale, NUM_CONSUMERS=tile.num_consumers,
-            BLOCK_N=tile.block_n, STAGES=tile.num_stages, REGISTERS=tile.registers, **flags,
-            num_warps=4,
+            descriptor(out, ROWS.value, columns, is_ragged),
+            (lse, *row_keys(p), keys), (p.lse_strides, _head_strides(keys, p.is_varlen)),
+            (p.cu_seqlens_q, p.cu_seqlens_k, p.lengths_k, _lists(p, by_column=False)),
+            (p.nheads, num_heads, p.seqlen_q, p.seqlen_k, num_row_tiles, heads_per_group(p)),
+            p.group_size, num_items, p.window, p.scale_log2, p.dropout_threshold, p.keep_scale,
+            NUM_CONSUMERS=tile.num_consumers, BLOCK_N=tile.block_n, STAGES=tile.num_stages,
+            REGISTERS=tile.registers, **flags, num_warps=4,
         )  # fmt: skip
     return out, lse
 

@@ -162,7 +162,9 @@ def dk_dv_kernel(
     Grid: (num_heads * num_tiles,) with num_heads = batch * nheads_k here. The first key tile is the
     longest.
     """
-    batch_head, col_tile = tiles.program_order(num_tiles, num_heads, heads_per_group, False)
+    batch_head, col_tile = tiles.program_order(
+        tl.program_id(0), num_tiles, num_heads, heads_per_group, False
+    )
     nheads_k = nheads // GROUP_SIZE
     batch_index = batch_head // nheads_k
     head_k = batch_head % nheads_k

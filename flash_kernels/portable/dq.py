@@ -109,7 +109,9 @@ def dq_kernel(
 
     Grid: (num_heads * num_tiles,) with num_heads = batch * nheads.
     """
-    batch_head, row_tile = tiles.program_order(num_tiles, num_heads, heads_per_group, HAS_RIGHT)
+    batch_head, row_tile = tiles.program_order(
+        tl.program_id(0), num_tiles, num_heads, heads_per_group, HAS_RIGHT
+    )
     batch_index = batch_head // nheads
     head = batch_head % nheads
     batch_64 = batch_index.to(tl.int64)

@@ -15,14 +15,13 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def program_order(num_tiles, num_heads, heads_per_group, REVERSED: tl.constexpr):
-    """(head, tile) of this program on a one-dimensional grid (axis 0 alone may exceed 65,535).
+def program_order(pid, num_tiles, num_heads, heads_per_group, REVERSED: tl.constexpr):
+    """(head, tile) of program `pid` on a one-dimensional grid (axis 0 alone may exceed 65,535).
 
     Heads come in groups whose keys and values fit the L2 cache; within a group the tile is the slow
     index, so with REVERSED the longest rows of a causal mask start first and the short ones fill
     the tail.
     """
-    pid = tl.program_id(0)
     group_programs = heads_per_group * num_tiles
     first_head = (pid // group_programs) * heads_per_group
     heads_here = tl.minimum(heads_per_group, num_heads - first_head)
