@@ -31,7 +31,7 @@ from flash_kernels import flash_attention, flash_attention_varlen
 from model.run import environment
 from scripts.arguments import command_line
 from scripts.attention_tables import plot, render
-from scripts.timing import DIRECTIONS, host_us, time_in_turns
+from scripts.timing import DIRECTIONS, compile_ahead, host_us, time_in_turns
 
 OURS = ("flash_portable", "flash_hopper")
 SUITES = ("speed", "dropout", "packed", "paper", "host")
@@ -172,6 +172,18 @@ def measure(case: Case, implementations: list[str]) -> list[dict]:
     return rows
 
 
+def kinds_to_compile(jobs: list[tuple[str, Case, list[str]]]) -> list[partial]:
+    """One maker for each kernel that the jobs need, of the shortest sequence."""
+    kinds = {}
+    for _, case, implementations in jobs:
+        for impl in set(implementations) - {"sdpa_flash2", "sdpa_cudnn", "sdpa_math"}:
+            key = dataclasses.astuple(
+                case if impl == "flex" else dataclasses.replace(case, batch=0, seqlen=0)
+            )
+            kinds.setdefault((impl, key), partial(make_forward, impl, case))
+    return list(kinds.values())
+
+
 def measure_host(impl: str) -> list[dict]:
     """Rows of the suite host: of an input that the GPU hardly notices."""
     case = Case(1, 8, 64, 128, True)
@@ -223,6 +235,7 @@ def main() -> None:
     rows = []
     kernels = [suite for suite in args.suites if suite != "host"]
     jobs = [(suite, *job) for suite in kernels for job in cases_of(suite, args.quick)]
+    compile_ahead(kinds_to_compile(jobs))
     if "host" in args.suites:
         for impl in ("flash_portable", "flash_hopper", "sdpa_flash2", "flex"):
             rows += [dict(row, suite="host") for row in measure_host(impl)]

@@ -9,6 +9,7 @@ in proportion to the work.
 
 import argparse
 import datetime
+import functools
 import json
 from functools import partial
 from pathlib import Path
@@ -23,34 +24,33 @@ from torch.nn.attention.flex_attention import flex_attention
 from flash_kernels import BlockMask, block_patterns, block_sparse_attention, flash_attention
 from model.run import environment
 from scripts.arguments import command_line
-from scripts.timing import DIRECTIONS, time_in_turns
+from scripts.timing import DIRECTIONS, compile_ahead, time_in_turns
 
 BLOCK = 128
 SHAPES = ((32, 64), (16, 128))  # heads, headdim
 _flex = None
 
 
-def random_mask(seqlen: int, density: float, seed: int = 0) -> BlockMask:
-    """round(density * blocks) random blocks in each row."""
+@functools.cache
+def build_mask(seqlen: int, pattern: str, density: float | None) -> BlockMask:
+    """The butterfly, or a mask with round(density * blocks) random blocks in each row."""
+    if pattern == "butterfly":
+        return block_patterns.butterfly(seqlen, device="cuda")
     num_blocks = seqlen // BLOCK
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(num_blocks, num_blocks, generator=generator).argsort(-1)
-    blocks = order < round(density * num_blocks)
+    order = torch.rand(num_blocks, num_blocks, generator=torch.Generator().manual_seed(0))
+    blocks = order.argsort(-1) < round(density * num_blocks)
     return BlockMask.from_dense(blocks.cuda(), BLOCK, BLOCK)
 
 
-def masks_of(seqlen: int) -> list[tuple[str, BlockMask]]:
-    """(name, mask): densities that leave a block a row, and the butterfly."""
+def masks_of(seqlen: int) -> list[tuple[int, str, float | None]]:
+    """Arguments of build_mask: densities that leave a block a row, and the butterfly."""
     densities = [2.0**-i for i in range(1, 7)]
-    masks = [
-        ("random", random_mask(seqlen, density))
-        for density in densities
-        if density * seqlen >= BLOCK
-    ]
-    return [*masks, ("butterfly", block_patterns.butterfly(seqlen, device="cuda"))]
+    masks = [(seqlen, "random", density) for density in densities if density * seqlen >= BLOCK]
+    return [*masks, (seqlen, "butterfly", None)]
 
 
-def make(impl: str, mask: BlockMask, batch: int, nheads: int, headdim: int, seqlen: int, seed: int):
+def make(impl: str, mask_arguments: tuple, batch: int, nheads: int, headdim: int, seed: int):
+    mask, seqlen = build_mask(*mask_arguments), mask_arguments[0]
     generator = torch.Generator("cuda").manual_seed(seed)
     shape = (batch, seqlen, nheads, headdim)
     q, k, v = leaves = [
@@ -61,8 +61,9 @@ def make(impl: str, mask: BlockMask, batch: int, nheads: int, headdim: int, seql
         return (lambda: flash_attention(q, k, v)), leaves
     if impl == "dense_portable":
         return (lambda: flash_attention(q, k, v, kernel="portable")), leaves
-    if impl == "block_sparse":
-        return (lambda: block_sparse_attention(q, k, v, mask)), leaves
+    if impl.startswith("block_sparse"):
+        kernel = "portable" if impl.endswith("portable") else None
+        return (lambda: block_sparse_attention(q, k, v, mask, kernel=kernel)), leaves
     global _flex
     if _flex is None:
         _flex = torch.compile(flex_attention, dynamic=False)
@@ -84,16 +85,26 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64  # FlexAttention compiles once a shape
     rows = []
     cases = [
-        (nheads, headdim, seqlen, name, mask)
+        (nheads, headdim, mask_arguments)
         for seqlen in args.seqlens
-        for name, mask in masks_of(seqlen)
+        for mask_arguments in masks_of(seqlen)
         for nheads, headdim in SHAPES
     ]
-    implementations = ["dense", "dense_portable", "block_sparse", "flex"]
-    for nheads, headdim, seqlen, name, mask in track(cases, "block-sparse attention"):
+    implementations = ["dense", "dense_portable", "block_sparse", "block_sparse_portable", "flex"]
+    # Of the kernels, one mask for each; FlexAttention compiles each length.
+    compile_ahead(
+        [
+            partial(make, impl, (seqlen, "butterfly", None), 1, nheads, headdim)
+            for nheads, headdim in SHAPES
+            for seqlen in args.seqlens
+            for impl in (implementations if seqlen == args.seqlens[0] else ["flex"])
+        ]
+    )
+    for nheads, headdim, mask_arguments in track(cases, "block-sparse attention"):
+        mask, (seqlen, name, _) = build_mask(*mask_arguments), mask_arguments
         batch = max(1, args.tokens // seqlen)
         makers = {
-            i: partial(make, i, mask, batch, nheads, headdim, seqlen) for i in implementations
+            i: partial(make, i, mask_arguments, batch, nheads, headdim) for i in implementations
         }
         times, failures = time_in_turns(makers)
         for direction in DIRECTIONS:

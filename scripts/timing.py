@@ -1,15 +1,22 @@
 """Timing of rival implementations on a GPU: in turns, on rotated inputs, medians of CUDA events."""
 
+import concurrent.futures
+import contextlib
+import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+from rich.progress import track
 from torch import Tensor
 
 DIRECTIONS = ("forward", "backward")
 _MEASURED_MS = 150.0  # time spent on one implementation and direction, about
 _SHORT_MS = 2.0  # calls below this could wait for the host
+_LONG_MS = 100.0  # calls above this vary little: few repeats
+_MOST_PROCESSES = 14
 _HOLD_CYCLES = 6_000_000  # about 3 ms on an H200: longer than the host needs to queue a turn
 
 # seed -> (function that computes the output, its inputs that need gradients)
@@ -32,6 +39,30 @@ class Contender:
             function()
         else:
             torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def compile_ahead(makers: list[Maker]) -> None:
+    """Run each maker's two directions once, in as many processes as there are cores, so that the
+    caches on disk hold what the compilers make. What fails here is reported when it is timed.
+
+    The makers have to be picklable: functools.partial of a module's functions.
+    """
+    workers = min(len(makers), os.cpu_count() or 1, _MOST_PROCESSES)
+    if workers < 2:
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+        done = pool.map(_run_once, makers)
+        for _ in track(done, "compiling", total=len(makers)):
+            pass
+
+
+def _run_once(make: Maker) -> None:
+    with contextlib.suppress(RuntimeError, ImportError, NotImplementedError):
+        function, leaves = make(0)
+        out = function()
+        torch.autograd.grad(out, leaves, torch.randn_like(out))
+        torch.cuda.synchronize()
 
 
 def time_in_turns(
@@ -67,7 +98,8 @@ def time_in_turns(
             if turn == 5:  # as many turns as fit the time
                 torch.cuda.synchronize()
                 first = min(a.elapsed_time(b) for a, b in next(iter(events.values())))
-                repeats = int(min(100, max(8, _MEASURED_MS / max(first, 1e-3))))
+                least = 8 if first < _LONG_MS else 5
+                repeats = int(min(100, max(least, _MEASURED_MS / max(first, 1e-3))))
                 is_short = first < _SHORT_MS
         torch.cuda.synchronize()
         for name, pairs in events.items():

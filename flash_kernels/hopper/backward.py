@@ -10,11 +10,13 @@ consumers read all 128 keys for their half of dq, which TMA adds to a float32 te
 those additions varies, so the last bits of dq do too.
 
 A consumer's iteration, with what runs on the tensor cores beside it:
-    issue S^T, dP^T           wait for S^T     P^T = exp2(S^T - lse)                        (dP^T)
-    issue dv += P^T dO        wait for dP^T    dS^T = P^T (dP^T - delta), to shared memory    (dv)
-    wait for the other consumer's dS^T
-    issue dq = dS K, dk += dS^T Q              wait for dq, hand it to TMA                    (dk)
-Nothing is in flight where the loop jumps back: ptxas then makes every product wait (C7514).
+    issue S^T, dP^T                wait for S^T    P^T = exp2(S^T - lse)                    (dP^T)
+    wait for dP^T                  dS^T = P^T (dP^T - delta)
+    issue dv += P^T dO             dS^T to shared memory                                    (dv)
+    issue dk += dS^T Q             wait for the other consumer's dS^T                   (dv, dk)
+    issue dq = dS K                wait for dv, dk, dq in turn; hand dq to TMA
+Issuing dv ahead of dS^T would keep two more operands in registers, which then spill. Nothing is in
+flight where the loop jumps back: ptxas then makes every product wait (C7514).
 
 Barriers and their arrival counts, one phase for each use of the buffer:
     k_full, v_full    1: the producer's expect, completed by the bytes of two TMA loads. Used once.
@@ -30,12 +32,11 @@ The two buffers of dS^T need no empty barriers: a consumer that writes buffer b 
 i + 2 has passed ds_full of i + 1, at which the other arrived after it waited for its dq of i.
 """
 
-from ..portable import sparse, tiles
+from ..portable import tiles
 from .addressing import coordinates, sequence_place
+from .backward_producer import BLOCK_KEYS, KEYS, produce, tile_at, walk_of_head
 from .gluon_api import (
     arrive_threads,
-    async_arrive_after_copies,
-    cp_async,
     dscores_of_signed,
     fence_async_shared,
     gl,
@@ -46,101 +47,12 @@ from .gluon_api import (
     ring,
     round_positive,
     store_wait,
-    tma_load,
     tma_reduce_add,
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from .masking import hide, hide_tokens
-
-# Keys of a consumer, and of a block.
-KEYS: gl.constexpr = gl.constexpr(64)
-BLOCK_KEYS: gl.constexpr = gl.constexpr(128)
-
-
-@jit
-def _walk_of_head(walk, batch_index, head, col_begin, SUB: gl.constexpr, MASK_N: gl.constexpr):
-    """(begin, num_partial, number of tiles) of the walk of one query head: positions of the lists
-    of a block mask, or query tiles. SUB: tiles in a block of the mask, 0 without a mask."""
-    lists, first_tile, num_tiles = walk
-    if SUB > 0:
-        begin, full_begin, end = sparse.listed_range(
-            lists, batch_index, head, col_begin // MASK_N, SUB
-        )
-        return begin, full_begin - begin, end - begin
-    else:
-        return first_tile, first_tile * 0, num_tiles
-
-
-@jit
-def _tile_at(walk, position, SUB: gl.constexpr):
-    """The query tile at a position of the walk."""
-    if SUB > 0:
-        return sparse.listed_tile(walk[0], position, SUB)
-    else:
-        return position
-
-
-@jit
-def _copy_rows(smem, words_ptr, rows, seqlen_q):
-    """cp.async of one of the four words of query rows; zeros from seqlen_q on."""
-    cp_async(smem, words_ptr + rows * 4, mask=rows < seqlen_q)
-
-
-@jit
-def _produce(
-    descs, row_ptrs, buffers, row_buffers, barriers, position, walk, lse_strides,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IS_RAGGED: gl.constexpr,
-    HAS_DROPOUT: gl.constexpr, SUB: gl.constexpr, MASK_N: gl.constexpr,
-):  # fmt: skip
-    """Load K and V once, then Q and dO with their row vectors. row_ptrs point at this sequence of
-    the packed ones."""
-    q_desc, dout_desc, k_desc, v_desc = descs
-    words_ptr, int_words_ptr = row_ptrs
-    q_smem, dout_smem, k_smem, v_smem = buffers
-    lse_smem, delta_smem, row_keys_smem, row_multipliers_smem = row_buffers
-    k_full, v_full, q_full, q_empty, do_full, do_empty, keys_full = barriers
-    place_q, place_k, head_k, group_size, col_begin = position
-    batch_index, first_q, seqlen_q = place_q
-    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    mbarrier.expect(k_full.index(0), k_desc.block_type.nbytes * 2)
-    mbarrier.expect(v_full.index(0), v_desc.block_type.nbytes * 2)
-    for half in gl.static_range(2):
-        coords = coordinates(place_k, head_k, col_begin + half * KEYS, 0, IS_RAGGED)
-        tma_load(k_desc, coords, k_full.index(0), k_smem.index(half))
-    for half in gl.static_range(2):
-        coords = coordinates(place_k, head_k, col_begin + half * KEYS, 0, IS_RAGGED)
-        tma_load(v_desc, coords, v_full.index(0), v_smem.index(half))
-    index = col_begin * 0
-    for member in range(group_size):
-        head = head_k * group_size + member
-        offset = batch_index.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
-        offset *= 4
-        begin, _, num_tiles = _walk_of_head(walk, batch_index, head, col_begin, SUB, MASK_N)
-        for step in range(num_tiles):
-            tile = _tile_at(walk, begin + step, SUB)
-            stage, phase = ring(index, STAGES)
-            rows = tile * BLOCK_M + gl.arange(0, BLOCK_M, THREADS)
-            coords = coordinates(place_q, head, tile * BLOCK_M, 0, IS_RAGGED)
-            # The wait for the phase before the first passes at once: the ring starts empty.
-            mbarrier.wait(q_empty.index(stage), phase ^ 1)
-            mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
-            tma_load(q_desc, coords, q_full.index(stage), q_smem.index(stage))
-            _copy_rows(lse_smem.index(stage), words_ptr + offset, rows, seqlen_q)
-            async_arrive_after_copies(q_full.index(stage))
-            if HAS_DROPOUT:
-                _copy_rows(row_keys_smem.index(stage), int_words_ptr + offset + 2, rows, seqlen_q)
-                _copy_rows(
-                    row_multipliers_smem.index(stage), int_words_ptr + offset + 3, rows, seqlen_q
-                )
-                async_arrive_after_copies(keys_full.index(stage))
-            mbarrier.wait(do_empty.index(stage), phase ^ 1)
-            mbarrier.expect(do_full.index(stage), dout_desc.block_type.nbytes)
-            tma_load(dout_desc, coords, do_full.index(stage), dout_smem.index(stage))
-            _copy_rows(delta_smem.index(stage), words_ptr + offset + 1, rows, seqlen_q)
-            async_arrive_after_copies(do_full.index(stage))
-            index += 1
 
 
 @jit
@@ -275,13 +187,13 @@ def _consume(
     index = col_begin * 0
     for member in range(group_size):
         head = head_k * group_size + member
-        begin, num_partial, num_tiles = _walk_of_head(
+        begin, num_partial, num_tiles = walk_of_head(
             walk, batch_index, head, col_begin, SUB, MASK_N
         )
         if HAS_DROPOUT:
             column_keys = gl.load(column_keys_ptr + head.to(gl.int64) * column_strides[1] + cols)
         for step in range(num_tiles):
-            tile = _tile_at(walk, begin + step, SUB)
+            tile = tile_at(walk, begin + step, SUB)
             stage, phase = ring(index, STAGES)
             half, half_phase = ring(index, 2)
             q = q_smem.index(stage).reshape([BLOCK_M, HEADDIM])
@@ -318,17 +230,19 @@ def _consume(
             else:
                 kept = probs.to(dtype)
             operand = gl.convert_layout(kept, OPERAND, assert_trivial=True)
-            dv_token = warpgroup_mma(operand, dout, dv, is_async=True)
-            dprobs, dv_token = warpgroup_mma_wait(1, deps=[dprobs_token, dv_token])
+            dprobs = warpgroup_mma_wait(0, deps=[dprobs_token])
             delta = delta_smem.index(stage).load(ROW)
             if HAS_DROPOUT:
                 dscores = dscores_of_signed(probs, dprobs, delta[None, :])
             else:
                 dscores = probs * (dprobs - delta[None, :])
             dscores = dscores.to(dtype)
+            dv_token = warpgroup_mma(operand, dout, dv, is_async=True)
             ds_smem.index(half * 2 + CONSUMER).store(dscores)
             fence_async_shared()
             mbarrier.arrive(ds_full.index(half))
+            operand = gl.convert_layout(dscores, OPERAND, assert_trivial=True)
+            dk_token = warpgroup_mma(operand, q, dk, is_async=True)
             mbarrier.wait(ds_full.index(half), half_phase)
             dq_token = warpgroup_mma(
                 _queries(ds_smem.index(half * 2), CONSUMER, BLOCK_M).permute([1, 0]),
@@ -339,13 +253,12 @@ def _consume(
                 _queries(ds_smem.index(half * 2 + 1), CONSUMER, BLOCK_M).permute([1, 0]),
                 _dq_columns(k_smem.index(1), CONSUMER, BLOCK_M), dq_token, is_async=True,
             )  # fmt: skip
-            operand = gl.convert_layout(dscores, OPERAND, assert_trivial=True)
-            dk_token = warpgroup_mma(operand, q, dk, is_async=True)
-            dv, dq, dk_token = warpgroup_mma_wait(1, deps=[dv_token, dq_token, dk_token])
+            dv, dk_token, dq_token = warpgroup_mma_wait(3, deps=[dv_token, dk_token, dq_token])
             arrive_threads(do_empty.index(stage))
-            _add_dq(dq, dq_desc, dq_smem, place_q, head, tile, CONSUMER, BLOCK_M, IS_RAGGED)
-            dk = warpgroup_mma_wait(0, deps=[dk_token])
+            dk, dq_token = warpgroup_mma_wait(2, deps=[dk_token, dq_token])
             arrive_threads(q_empty.index(stage))
+            dq = warpgroup_mma_wait(0, deps=[dq_token])
+            _add_dq(dq, dq_desc, dq_smem, place_q, head, tile, CONSUMER, BLOCK_M, IS_RAGGED)
             index += 1
 
     mbarrier.arrive(done.index(0))
@@ -462,7 +375,7 @@ def attention_backward_kernel(
     place_k = (batch_index, first_k, keys_end)
     position = (place_q, place_k, head_k, group_size, col_begin)
     gl.warp_specialize([
-        (_produce, (
+        (produce, (
             (q_desc, dout_desc, k_desc, v_desc), (words_ptr, int_words_ptr), buffers, row_buffers,
             barriers, position, walk, lse_strides, BLOCK_M, STAGES, IS_RAGGED, HAS_DROPOUT, SUB,
             MASK_N,

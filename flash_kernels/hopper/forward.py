@@ -1,11 +1,11 @@
 """Forward of attention for Hopper (sm_90), in Gluon: the contract of portable/attention_forward.py.
 
-A block takes one tile of NUM_CONSUMERS * 64 query rows of one head after the other
-(forward_walk.py). Its first warpgroup is the producer: it fills rings of K and V tiles by TMA, and
-begins the next row tile while the consumers end the last one. Each other warpgroup, a consumer,
-owns 64 rows and walks the keys from the right, so that the tiles cut by a causal mask come first
-and hidden ones never load. With a block mask the walk is the mask's list of the rows, partial
-blocks first. A position of the walk means the same tile to the producer and to the consumers.
+A block takes one tile of NUM_CONSUMERS * 64 query rows of one head after the other. Its first
+warpgroup is the producer (forward_producer.py): it fills rings of K and V tiles by TMA, and begins
+the next row tile while the consumers end the last one. Each other warpgroup, a consumer, owns 64
+rows and walks the keys from the right, so that the tiles cut by a causal mask come first and hidden
+ones never load. With a block mask the walk is the mask's list of the rows, partial blocks first. A
+position of the walk means the same tile to the producer and to the consumers.
 
 FlashAttention-3 (arXiv 2407.08608), algorithm 2: the scores of a tile are issued before the product
 of probabilities and values of the tile before, whose matrix instructions then run beside the
@@ -24,7 +24,7 @@ Barriers and their arrival counts, one phase for each use of the buffer:
 
 from ..portable import tiles
 from .addressing import coordinates
-from .forward_walk import locate, tile_at
+from .forward_producer import ROWS, locate, produce, tile_at
 from .gluon_api import (
     arrive_threads,
     fence_async_shared,
@@ -33,63 +33,12 @@ from .gluon_api import (
     mbarrier,
     ring,
     store_wait,
-    tma_load,
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
     zero_dropped,
 )
 from .masking import hide, hide_tokens
-
-# Query rows of a warpgroup: one matrix instruction high.
-ROWS: gl.constexpr = gl.constexpr(64)
-
-
-@jit
-def _produce(
-    descs, buffers, barriers, index_ptrs, sizes, group_size, num_items, window,
-    NUM_CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    IS_VARLEN: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, MASK_M: gl.constexpr, MASK_N: gl.constexpr,
-):  # fmt: skip
-    """For each row tile load Q, then the K and V tiles of the walk."""
-    q_desc, k_desc, v_desc = descs
-    q_smem, k_smem, v_smem = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    IS_RAGGED: gl.constexpr = IS_VARLEN or HAS_LENGTHS
-    SUB: gl.constexpr = MASK_N // BLOCK_N
-    lists = index_ptrs[3]
-    turn = num_items * 0
-    base = num_items * 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        place_q, place_k, head, row_begin, walk = locate(
-            item, index_ptrs, sizes, window, NUM_CONSUMERS * ROWS, BLOCK_N, IS_VARLEN, HAS_LENGTHS,
-            HAS_LEFT, HAS_RIGHT, MASK_M, MASK_N,
-        )  # fmt: skip
-        num_tiles, start, _, _ = walk
-        if num_tiles > 0:
-            half, half_phase = ring(turn, 2)
-            # The wait for the phase before the first passes at once: every buffer starts empty.
-            for consumer in gl.static_range(NUM_CONSUMERS):
-                slot = half * NUM_CONSUMERS + consumer
-                mbarrier.wait(q_empty.index(slot), half_phase ^ 1)
-                mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-                coords = coordinates(place_q, head, row_begin + consumer * ROWS, 0, IS_RAGGED)
-                tma_load(q_desc, coords, q_full.index(slot), q_smem.index(slot))
-            tile = tile_at(lists, start, 0, SUB)
-            for index in range(num_tiles):
-                stage, phase = ring(base + index, STAGES)
-                coords = coordinates(place_k, head // group_size, tile * BLOCK_N, 0, IS_RAGGED)
-                # Read a position ahead, so that the waits hide the latency of the list.
-                tile = tile_at(lists, start, gl.minimum(index + 1, num_tiles - 1), SUB)
-                mbarrier.wait(k_empty.index(stage), phase ^ 1)
-                mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-                tma_load(k_desc, coords, k_full.index(stage), k_smem.index(stage))
-                mbarrier.wait(v_empty.index(stage), phase ^ 1)
-                mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-                tma_load(v_desc, coords, v_full.index(stage), v_smem.index(stage))
-            turn += 1
-            base += num_tiles
 
 
 @jit
@@ -382,9 +331,9 @@ def attention_forward_kernel(
     Descriptors: of launch.py, in boxes of one head, `rows` rows and HEADDIM columns; zeros outside.
     row_ptrs: lse, the dropout keys of rows, their multipliers, the dropout keys of columns, which
     can be read to the end of every tile, so that no load needs a mask. row_strides: (batch, head)
-    strides of the first three and of the last. index_ptrs, sizes: of forward_walk.locate, the token
-    masks packed by rows. HAS_TAIL: the last tile may hold keys that are none. MASK_M is a multiple
-    of the rows of a tile, MASK_N of BLOCK_N.
+    strides of the first three and of the last. index_ptrs, sizes: of forward_producer.locate, the
+    token masks packed by rows. HAS_TAIL: the last tile may hold keys that are none. MASK_M is a
+    multiple of the rows of a tile, MASK_N of BLOCK_N.
     """
     q_smem = gl.allocate_shared_memory(
         q_desc.dtype, [2 * NUM_CONSUMERS] + q_desc.block_type.shape, q_desc.layout
@@ -416,7 +365,7 @@ def attention_forward_kernel(
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if NUM_CONSUMERS == 2:
         gl.warp_specialize([
-            (_produce, (
+            (produce, (
                 (q_desc, k_desc, v_desc), buffers, barriers, index_ptrs, sizes, group_size,
                 num_items, window, NUM_CONSUMERS, BLOCK_N, STAGES, IS_VARLEN, HAS_LENGTHS,
                 HAS_LEFT, HAS_RIGHT, MASK_M, MASK_N,
@@ -436,7 +385,7 @@ def attention_forward_kernel(
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_produce, (
+            (produce, (
                 (q_desc, k_desc, v_desc), buffers, barriers, index_ptrs, sizes, group_size,
                 num_items, window, NUM_CONSUMERS, BLOCK_N, STAGES, IS_VARLEN, HAS_LENGTHS,
                 HAS_LEFT, HAS_RIGHT, MASK_M, MASK_N,

@@ -10,8 +10,10 @@ from ..portable.attention_backward import compute_row_words
 from ..portable.dropout import column_keys, row_keys
 from ..portable.launch import Problem, cdiv, heads_per_group
 from .addressing import END
-from .backward import BLOCK_KEYS, KEYS, attention_backward_kernel
-from .forward import ROWS, attention_forward_kernel
+from .backward import attention_backward_kernel
+from .backward_producer import BLOCK_KEYS, KEYS
+from .forward import attention_forward_kernel
+from .forward_producer import ROWS
 from .gluon_api import TensorDescriptor, gl
 from .rounding import round_scaled
 from .rule import is_packable, is_readable_by_tma
@@ -55,6 +57,21 @@ def forward_tile(problem: Problem) -> ForwardTile:
 
 def backward_tile(problem: Problem) -> BackwardTile:
     return BackwardTile(128 if problem.headdim <= 64 else 64, 2, 240)
+
+
+def num_forward_blocks(problem: Problem, num_items: int) -> int:
+    """Size of the forward's grid.
+
+    As many blocks as run at once, if their shares of the row tiles take about the same time: the
+    loads of a row tile then run beside the end of the one before. Else a block for each row tile,
+    which the GPU hands out as others end. At headdim 64 that costs more than uneven shares do.
+    """
+    p = problem
+    is_uneven = p.is_varlen or p.lengths_k is not None or p.mask is not None
+    is_causal = p.has_right and not p.has_left
+    if is_uneven or (is_causal and p.headdim > 64):
+        return num_items
+    return min(num_items, num_multiprocessors(p.q.device))
 
 
 @functools.cache
@@ -154,7 +171,7 @@ def attention_forward(problem: Problem) -> tuple[Tensor, Tensor]:
     num_items = num_heads * num_row_tiles
     with p.device_guard():
         keys = column_keys(p, tile.block_n)
-        attention_forward_kernel[(min(num_items, num_multiprocessors(p.q.device)),)](
+        attention_forward_kernel[(num_forward_blocks(p, num_items),)](
             descriptor(p.q, ROWS.value, columns, is_ragged),
             descriptor(p.k, tile.block_n, columns, is_ragged),
             descriptor(p.v, tile.block_n, columns, is_ragged),

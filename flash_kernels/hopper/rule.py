@@ -59,19 +59,31 @@ def is_faster(problem: Problem, direction: str) -> bool:
     """Whether hopper is the faster family on an H200; `python -m scripts.benchmark_attention`
     measures both.
 
-    At headdim 128 always. At 64 (40 to 64 are padded to it) the portable kernels are ahead with
-    dropout, but for the backward of full attention, and in short rows: causal ones have half the
-    work to hide the start of the pipeline behind.
+    At headdim 128 and with block masks it is, but for one case. At 64 (40 to 64 are padded to it)
+    short rows go to the portable kernels, whose blocks are smaller, and so does the forward with
+    dropout. Sequences of different lengths count as short for longer.
     """
     p = problem
-    if p.headdim > 64:
-        return True
     if p.headdim <= 32:
         return False  # hopper would compute 64 columns
+    if p.mask is not None:
+        return True
+    is_uneven = p.is_varlen or p.lengths_k is not None
+    is_forward = direction == "forward"
+    row_length = p.seqlen_k
+    if p.has_left:
+        row_length = min(row_length, p.window[0] + (p.window[1] if p.has_right else p.seqlen_k))
+    if p.headdim > 64:
+        return not (is_forward and is_uneven and p.dropout_p > 0.0) or row_length >= 1024
+    if not is_forward:
+        return row_length >= (1024 if p.has_right or is_uneven else 512)
     if p.dropout_p > 0.0:
-        return direction == "backward" and not p.has_right
-    shortest = 8192 if p.has_right and direction == "forward" else 2048
-    return p.seqlen_k >= shortest
+        return False
+    if is_uneven:
+        return row_length >= (8192 if p.has_right else 2048)
+    if p.has_left:
+        return row_length >= 1024
+    return row_length >= (2048 if p.has_right else 512)
 
 
 def reason_not_served(problem: Problem) -> str | None:

@@ -110,19 +110,36 @@ def test_deterministic_algorithms_take_the_portable_backward():
         torch.use_deterministic_algorithms(False)
 
 
-def test_short_rows_and_dropout_at_headdim_64_take_the_portable_forward():
-    seed = torch.zeros(1, dtype=torch.int64)
+def test_what_was_measured_to_be_faster():
+    dropout = dict(dropout_p=0.1, dropout_seed=torch.zeros(1, dtype=torch.int64))
+    lengths = dict(lengths_k=torch.zeros(2, dtype=torch.int32))
     for options, forward, backward in (
-        (dict(seqlen_k=1024), "portable", "portable"),
-        (dict(seqlen_k=2048), "hopper", "hopper"),
-        (dict(seqlen_k=2048, window_right=0), "portable", "hopper"),
-        (dict(seqlen_k=8192, window_right=0), "hopper", "hopper"),
-        (dict(seqlen_k=8192, dropout_p=0.1, dropout_seed=seed), "portable", "hopper"),
-        (dict(seqlen_k=8192, window_right=0, dropout_p=0.1, dropout_seed=seed), *["portable"] * 2),
+        (dict(seqlen_k=256), "portable", "portable"),
+        (dict(seqlen_k=512), "hopper", "hopper"),
+        (dict(seqlen_k=512, window_right=0), "portable", "portable"),
+        (dict(seqlen_k=1024, window_right=0), "portable", "hopper"),
+        (dict(seqlen_k=2048, window_right=0), "hopper", "hopper"),
+        (dict(seqlen_k=8192, **dropout), "portable", "hopper"),
+        (dict(seqlen_k=1024, **lengths), "portable", "hopper"),
+        (dict(seqlen_k=2048, **lengths), "hopper", "hopper"),
         (dict(seqlen_k=64, headdim=128), "hopper", "hopper"),
+        (dict(seqlen_k=64, headdim=128, **lengths, **dropout), "portable", "hopper"),
         (dict(seqlen_k=8192, headdim=40), "hopper", "hopper"),
         (dict(seqlen_k=8192, headdim=32), "portable", "portable"),
+        (dict(blocks=blocks(128)), "hopper", "hopper"),
     ):
         call = problem(**options)
         assert rule.choose_family(call, None, "forward") == forward, options
         assert rule.choose_family(call, None, "backward") == backward, options
+
+
+def test_a_narrow_window_makes_short_rows():
+    for window, direction, family in (
+        (1000, "forward", "portable"),
+        (1100, "forward", "hopper"),
+        (1000, "backward", "portable"),
+        (1100, "backward", "hopper"),
+    ):
+        q = torch.zeros(1, 8192, 2, 64, dtype=torch.bfloat16)
+        call = Problem(q, q, q, softmax_scale=0.1, window_left=window, window_right=0)
+        assert rule.choose_family(call, None, direction) == family, (window, direction)

@@ -1,0 +1,93 @@
+"""Query tiles that a block of the Hopper backward walks, and the warpgroup that loads them."""
+
+from ..portable import sparse
+from .addressing import coordinates
+from .gluon_api import async_arrive_after_copies, cp_async, gl, jit, mbarrier, ring, tma_load
+
+# Keys of a consumer, and of a block.
+KEYS: gl.constexpr = gl.constexpr(64)
+BLOCK_KEYS: gl.constexpr = gl.constexpr(128)
+
+
+@jit
+def walk_of_head(walk, batch_index, head, col_begin, SUB: gl.constexpr, MASK_N: gl.constexpr):
+    """(begin, num_partial, number of tiles) of the walk of one query head: positions of the lists
+    of a block mask, or query tiles. SUB: tiles in a block of the mask, 0 without a mask."""
+    lists, first_tile, num_tiles = walk
+    if SUB > 0:
+        begin, full_begin, end = sparse.listed_range(
+            lists, batch_index, head, col_begin // MASK_N, SUB
+        )
+        return begin, full_begin - begin, end - begin
+    else:
+        return first_tile, first_tile * 0, num_tiles
+
+
+@jit
+def tile_at(walk, position, SUB: gl.constexpr):
+    """The query tile at a position of the walk."""
+    if SUB > 0:
+        return sparse.listed_tile(walk[0], position, SUB)
+    else:
+        return position
+
+
+@jit
+def _copy_rows(smem, words_ptr, rows, seqlen_q):
+    """cp.async of one of the four words of query rows; zeros from seqlen_q on."""
+    cp_async(smem, words_ptr + rows * 4, mask=rows < seqlen_q)
+
+
+@jit
+def produce(
+    descs, row_ptrs, buffers, row_buffers, barriers, position, walk, lse_strides,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IS_RAGGED: gl.constexpr,
+    HAS_DROPOUT: gl.constexpr, SUB: gl.constexpr, MASK_N: gl.constexpr,
+):  # fmt: skip
+    """Load K and V once, then Q and dO with their row vectors. row_ptrs point at this sequence of
+    the packed ones."""
+    q_desc, dout_desc, k_desc, v_desc = descs
+    words_ptr, int_words_ptr = row_ptrs
+    q_smem, dout_smem, k_smem, v_smem = buffers
+    lse_smem, delta_smem, row_keys_smem, row_multipliers_smem = row_buffers
+    k_full, v_full, q_full, q_empty, do_full, do_empty, keys_full = barriers
+    place_q, place_k, head_k, group_size, col_begin = position
+    batch_index, first_q, seqlen_q = place_q
+    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.expect(k_full.index(0), k_desc.block_type.nbytes * 2)
+    mbarrier.expect(v_full.index(0), v_desc.block_type.nbytes * 2)
+    for half in gl.static_range(2):
+        coords = coordinates(place_k, head_k, col_begin + half * KEYS, 0, IS_RAGGED)
+        tma_load(k_desc, coords, k_full.index(0), k_smem.index(half))
+    for half in gl.static_range(2):
+        coords = coordinates(place_k, head_k, col_begin + half * KEYS, 0, IS_RAGGED)
+        tma_load(v_desc, coords, v_full.index(0), v_smem.index(half))
+    index = col_begin * 0
+    for member in range(group_size):
+        head = head_k * group_size + member
+        offset = batch_index.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
+        offset *= 4
+        begin, _, num_tiles = walk_of_head(walk, batch_index, head, col_begin, SUB, MASK_N)
+        for step in range(num_tiles):
+            tile = tile_at(walk, begin + step, SUB)
+            stage, phase = ring(index, STAGES)
+            rows = tile * BLOCK_M + gl.arange(0, BLOCK_M, THREADS)
+            coords = coordinates(place_q, head, tile * BLOCK_M, 0, IS_RAGGED)
+            # The wait for the phase before the first passes at once: the ring starts empty.
+            mbarrier.wait(q_empty.index(stage), phase ^ 1)
+            mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
+            tma_load(q_desc, coords, q_full.index(stage), q_smem.index(stage))
+            _copy_rows(lse_smem.index(stage), words_ptr + offset, rows, seqlen_q)
+            async_arrive_after_copies(q_full.index(stage))
+            if HAS_DROPOUT:
+                _copy_rows(row_keys_smem.index(stage), int_words_ptr + offset + 2, rows, seqlen_q)
+                _copy_rows(
+                    row_multipliers_smem.index(stage), int_words_ptr + offset + 3, rows, seqlen_q
+                )
+                async_arrive_after_copies(keys_full.index(stage))
+            mbarrier.wait(do_empty.index(stage), phase ^ 1)
+            mbarrier.expect(do_full.index(stage), dout_desc.block_type.nbytes)
+            tma_load(dout_desc, coords, do_full.index(stage), dout_smem.index(stage))
+            _copy_rows(delta_smem.index(stage), words_ptr + offset + 1, rows, seqlen_q)
+            async_arrive_after_copies(do_full.index(stage))
+            index += 1
