@@ -214,7 +214,9 @@ def test_later_overrides_win():
 def test_wrong_configuration_says_what_to_do_in_one_line(
     overrides, message, tmp_path, text, monkeypatch
 ):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # Both read HF_HUB_OFFLINE when they are imported, which an earlier test may have done.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(SystemExit, match=message) as stop:
         with train.one_line_errors(train.BUILD_ERRORS):
             train.build(small(tmp_path, text, *overrides))

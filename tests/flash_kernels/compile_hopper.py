@@ -104,7 +104,8 @@ def describe_loop(instructions: list[str]) -> dict:
         "products": names.count("HGMMA"),
         "exponentials": names.count("MUFU"),
         "spills": names.count("STL") + names.count("LDL"),
-        "barriers": names.count("BAR"),
+        # Behind the wait for the scores and the one for dP^T: dv, dk and dq, in flight together.
+        "products_at_end": names[waits[1] :].count("HGMMA") if len(waits) > 1 else 0,
         # Between the wait for the scores and the wait for the other products.
         "exponentials_between_waits": names[waits[0] : waits[1]].count("MUFU")
         if len(waits) > 1
