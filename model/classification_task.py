@@ -41,6 +41,7 @@ class ClassificationTask(TrainingTask):
     """
 
     best_metric = ("val/accuracy", True)
+    batch_options = ("task.micro_batch_size", "data.batch_size")
 
     def __init__(
         self,
@@ -96,19 +97,8 @@ class ClassificationTask(TrainingTask):
     def count_of(self, name: str) -> str:
         return "loss" if name == "accuracy" else name
 
-    def micro_batch(self, num_sequences: int, seqlen: int) -> int:
-        """Examples of one forward pass, given this rank's examples of one optimizer step.
-
-        Raises:
-            ValueError: they do not divide into pieces of micro_batch_size.
-        """
-        micro = min(num_sequences, self.micro_batch_size or num_sequences)
-        if num_sequences % micro:
-            raise ValueError(
-                f"the {num_sequences} examples of a step on one device must divide into "
-                f"micro-batches of {micro}; change task.micro_batch_size or data.batch_size"
-            )
-        return micro
+    def micro_batch_limit(self, seqlen: int) -> int | None:
+        return self.micro_batch_size
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         # Read while the numbers are on the CPU: later, pieces would wait for the device.

@@ -233,5 +233,5 @@ def test_options_out_of_range_are_refused(options, message):
 
 def test_batch_that_does_not_divide_is_refused():
     task = make_task(micro_batch_tokens=3 * SEQLEN)
-    with pytest.raises(ValueError, match="4 sequences .* must divide into micro-batches of 3"):
+    with pytest.raises(ValueError, match="4 examples .* must divide into micro-batches of 3"):
         task.micro_batch(PER_STEP, SEQLEN)
