@@ -33,7 +33,7 @@ from model.classification_task import accuracy_interval
 from model.generation import generate
 from model.loggers import PatientWandbLogger
 from model.run import plan_run, record_run
-from model.task import step_seed
+from model.task import say, step_seed
 
 WANTS_TRACEBACK = bool(os.environ.get("HYDRA_FULL_ERROR"))
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
@@ -323,11 +323,6 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", ".*overridden `on_before_batch_transfer`.*")
     warnings.filterwarnings("ignore", ".*sync_dist=True.*")  # the task sums over ranks itself
     warnings.filterwarnings("ignore", ".*across ranks is zero.*")  # no held-out data, by choice
-
-
-@rank_zero_only
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ update does not depend on how the batch was split (a mean of means would, as soo
 unequal numbers of labels).
 """
 
-import functools
 import hashlib
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -14,13 +13,12 @@ from typing import Any
 
 import torch
 from lightning import LightningModule
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from model.hf import load_into
-from model.loss import IGNORE, linear_next_token_loss
 from model.optim import warmup_cosine, warmup_linear, warmup_rsqrt, warmup_sqrt
 
 SCHEDULES = {
@@ -39,6 +37,11 @@ def step_seed(seed: int, step: int, rank: int) -> int:
     """
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+@rank_zero_only
+def say(text: str) -> None:
+    print(text, flush=True)
 
 
 class TrainingTask(LightningModule):
@@ -158,7 +161,7 @@ class TrainingTask(LightningModule):
         return {}
 
     def load_weights(self, source: str) -> None:
-        """Start from the weights that `source` names."""
+        """Start from the weights that `source` names; says what of the model they have not."""
         raise NotImplementedError
 
     def configure_model(self) -> None:
@@ -289,103 +292,3 @@ class TrainingTask(LightningModule):
                 yield
         else:
             yield
-
-
-class LanguageModelTask(TrainingTask):
-    """What GPT's and BERT's tasks share: batches stated in tokens, logits made in chunks.
-
-    Args:
-        model: what the task trains.
-        micro_batch_tokens: tokens of one forward and backward on one device, padding included.
-        loss_chunk_tokens: tokens whose logits exist at once.
-        compile: compile with torch.compile.
-        optimizer, max_steps, warmup_fraction, decay, final_lr_fraction, grad_clip, seed: see
-            TrainingTask.
-
-    Raises:
-        ValueError: an option is out of its range, or the task cannot train the model.
-    """
-
-    forward_methods = ("hidden",)  # the method that training calls first
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Callable[[nn.Module], Optimizer],
-        *,
-        max_steps: int,
-        warmup_fraction: float = 0.01,
-        decay: str = "linear",
-        final_lr_fraction: float = 0.0,
-        grad_clip: float | None = 1.0,
-        micro_batch_tokens: int = 65536,
-        loss_chunk_tokens: int = 8192,
-        compile: bool = False,
-        seed: int = 1111,
-    ):
-        super().__init__(
-            model,
-            optimizer,
-            max_steps=max_steps,
-            warmup_fraction=warmup_fraction,
-            decay=decay,
-            final_lr_fraction=final_lr_fraction,
-            grad_clip=grad_clip,
-            seed=seed,
-        )
-        for name, size in (
-            ("micro_batch_tokens", micro_batch_tokens),
-            ("loss_chunk_tokens", loss_chunk_tokens),
-        ):
-            if size < 1:
-                raise ValueError(f"{name} must be positive, got {size}")
-        self.check_model(model)
-        self.micro_batch_tokens = micro_batch_tokens
-        self.loss_chunk_tokens = loss_chunk_tokens
-        self._is_compiled = compile
-
-    def check_model(self, model: nn.Module) -> None:
-        """Raise ValueError for a model that the task cannot train."""
-
-    def micro_batch_limit(self, seqlen: int) -> int:
-        return max(1, self.micro_batch_tokens // seqlen)
-
-
-class CausalLMTask(LanguageModelTask):
-    """Next-token training of a GPT.
-
-    Args:
-        model: a model.gpt.GPT, or what offers the same hidden(), head_weight, vocab_size and
-            config, from which a checkpoint rebuilds it.
-        others: see LanguageModelTask; what is compiled is the forward pass with its loss.
-    """
-
-    @functools.cached_property
-    def _loss(self) -> Callable[[Tensor, Tensor], Tensor]:
-        if not self._is_compiled:
-            return self._plain_loss
-        # Shapes do not change during a run: dynamic=False keeps the kernels specialized to them.
-        return torch.compile(self._plain_loss, dynamic=False)
-
-    def _plain_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Summed loss (float32) of one micro-batch."""
-        return linear_next_token_loss(
-            self.model.hidden(input_ids),
-            self.model.head_weight,
-            labels,
-            vocab_size=self.model.vocab_size,
-            chunk_tokens=self.loss_chunk_tokens,
-        )[0]
-
-    def counts(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"loss": (batch["labels"] != IGNORE).sum()}
-
-    def sums(self, piece: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"loss": self._loss(piece["input_ids"], piece["labels"])}
-
-    def derived(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"ppl": means["loss"].exp()}
-
-    def load_weights(self, source: str) -> None:
-        """Start from a GPT-2 folder or hub id; see model.hf.load_into."""
-        load_into(self.model, source)

@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 
 import train
@@ -53,3 +54,23 @@ def test_masked_words_of_a_regular_text_are_learned(sentences, tmp_path, capsys)
     assert sum(losses[-5:]) / 5 < 5.0 and loss < 5.0
     assert float(trainer.callback_metrics["val/accuracy"]) > 0.1
     assert "masked-token accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_second_phase_starts_from_the_first(sentences, tmp_path, capsys):
+    """Phase 1 sees 16 tokens of a table of 32; phase 2 begins with its weights."""
+    options = ["data.seqlen=16", "data.batch_tokens=128", "model.max_seqlen=32", "optimizer.lr=0.1"]
+    options += ["task.final_lr_fraction=1.0", "trainer.max_steps=2", "task.micro_batch_tokens=64"]
+    first = run(tmp_path, "run_name=phase1", *options)[0].model.state_dict()
+    options = ["run_name=phase2", f"init_from={tmp_path}/runs/phase1", "trainer.max_steps=1"]
+    second = run(tmp_path, *options, "optimizer.lr=0.0")[0].model.state_dict()
+    for name, value in first.items():
+        assert torch.equal(second[name], value), name
+    options += ["run_name=longer", "data.seqlen=64", "task.extend_positions=interpolate"]
+    longer = run(tmp_path, *options, "optimizer.lr=0.0")[0].model.state_dict()
+    old, new = (state["embeddings.positions.weight"] for state in (first, longer))
+    torch.testing.assert_close(new[[0, -1]], old[[0, -1]])
+    # A resumed run keeps its own weights.
+    options = ["run_name=phase2", "resume=auto", "init_from=nowhere", "trainer.max_steps=2"]
+    resumed = run(tmp_path, *options, "optimizer.lr=0.0")
+    assert resumed[1].global_step == 2

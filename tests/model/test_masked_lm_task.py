@@ -12,8 +12,8 @@ from model.bert import BERT
 from model.bert_files import export_bert
 from model.callbacks import Metrics, StopAtTarget
 from model.checkpoint import AtomicCheckpointIO, Checkpoints, newest_intact
+from model.language_task import MaskedLMTask
 from model.loggers import CsvLogger
-from model.masked_lm_task import MaskedLMTask
 from model.optim import lamb
 
 VOCAB, SEQLEN, PER_STEP = 37, 12, 4

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from model.attention import sdpa_attention
 from model.checkpoint import AtomicCheckpointIO, Checkpoints, load_run, newest_intact
 from model.gpt import GPT
+from model.language_task import CausalLMTask
 from model.optim import adamw
-from model.task import CausalLMTask, step_seed
+from model.task import step_seed
 
 VOCAB, SEQLEN, PER_STEP = 37, 16, 4
 
