@@ -173,6 +173,15 @@ def test_experiment_states_the_published_recipe_of_bert(experiment):
     assert cfg.data.val_samples_limit == 10_000 and cfg.model.max_seqlen == 512
 
 
+def test_robertas_network_is_a_matter_of_options(tmp_path, text):
+    options = ["experiment=bert_base_512", "data=masked_text", "data.sentence_pairs=false"]
+    options += ["model.num_segments=1", "model.position_offset=2", "model.norm_eps=1e-5"]
+    options += ["model.nsp_head=false", "model.pooler=false"]
+    task = train.build(small(tmp_path, text, *options))[3]
+    assert task.loss_weights == {"mlm_loss": 1.0}
+    assert task.model.embeddings.positions.num_embeddings == 514  # RoBERTa's, 2 never trained
+
+
 def test_bert_large_stops_where_mlperf_does():
     cfg = composed("experiment=bert_large_512")
     assert cfg.callbacks.target.metric == "val/accuracy" and cfg.callbacks.target.at_least == 0.72
