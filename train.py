@@ -25,13 +25,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data.classification import ClassificationData
+from data.masked_lm import MaskedLMData
 from model.block_sparse import BlockSparseAttention
+from model.callbacks import StopAtTarget
 from model.checkpoint import AtomicCheckpointIO, Checkpoints, newest_best
-from model.classification_task import ClassificationTask, accuracy_interval
+from model.classification_task import accuracy_interval
 from model.generation import generate
 from model.loggers import PatientWandbLogger
 from model.run import plan_run, record_run
-from model.task import step_seed
+from model.task import say, step_seed
 
 WANTS_TRACEBACK = bool(os.environ.get("HYDRA_FULL_ERROR"))
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
@@ -59,7 +61,11 @@ def main(cfg: DictConfig) -> float:
     say(f"run folder: {run.folder}")
     try:
         trainer.fit(task, data, ckpt_path=run.ckpt_path, weights_only=True)
-        if trainer.global_step < trainer.max_steps:
+        targets = [c for c in trainer.callbacks if isinstance(c, StopAtTarget) and c.reached]
+        for target in targets:
+            step, value = target.reached
+            say(f"target reached: {target.metric} {value:.2%} at step {step}")
+        if trainer.global_step < trainer.max_steps and not targets:
             say(f"stopped at step {trainer.global_step}; resume=auto goes on from there")
         loss = report(cfg, run, data, task, trainer)
     except BaseException:
@@ -141,6 +147,11 @@ def build(cfg: DictConfig):
         raise ValueError(
             f"model.num_classes={cfg.model.num_classes} must be the {data.num_classes} of the data"
         )
+    if isinstance(data, MaskedLMData) and cfg.model.get("nsp_head") and not data.sentence_pairs:
+        raise ValueError(
+            "an NSP head needs pairs: set data.sentence_pairs=true, or model.nsp_head=false and "
+            "model.pooler=false"
+        )
     attention = instantiate(cfg.attention)
     needs_gpu = isinstance(attention, BlockSparseAttention) or getattr(
         attention, "__module__", ""
@@ -170,21 +181,30 @@ def instantiate_all(group: DictConfig | None) -> list:
 
 def report(cfg: DictConfig, run, data, task, trainer: Trainer) -> float:
     """What the run came to, beside what it must be compared with, and where it is."""
-    if isinstance(task, ClassificationTask):
+    more = ""
+    if isinstance(data, ClassificationData):
         loss = report_accuracy(run, data, task, trainer)
-        say(f"run: {run.folder}")
-        return loss
-    loss = report_perplexity(cfg, data, task, trainer)
-    say(f"run: {run.folder}  (python -m scripts.generate run={run.folder.name} prompt='...')")
+    elif isinstance(data, MaskedLMData):
+        loss = report_masked_lm(data, task, trainer)
+    else:
+        loss = report_perplexity(cfg, data, task, trainer)
+        more = f"  (python -m scripts.generate run={run.folder.name} prompt='...')"
+    say(f"run: {run.folder}{more}")
     return loss
+
+
+def final_metrics(data, task, trainer: Trainer) -> dict[str, float]:
+    """Metrics of the last step's validation, which is made up for if it has not been."""
+    if task.validated_step != trainer.global_step:
+        trainer.validate(task, data, verbose=False)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def report_perplexity(cfg: DictConfig, data, task, trainer: Trainer) -> float:
     """Final validation beside a unigram model's, and a sample."""
     if data.num_val_tokens:
-        if task.validated_step != trainer.global_step:
-            trainer.validate(task, data, verbose=False)
-        loss, ppl = (float(trainer.callback_metrics[key]) for key in ("val/loss", "val/ppl"))
+        metrics = final_metrics(data, task, trainer)
+        loss, ppl = metrics["val/loss"], metrics["val/ppl"]
         say(f"validation perplexity {ppl:.2f} (unigram model: {data.unigram_perplexity():.2f})")
     else:
         loss = float("inf")
@@ -199,13 +219,24 @@ def report_perplexity(cfg: DictConfig, data, task, trainer: Trainer) -> float:
     return loss
 
 
+def report_masked_lm(data: MaskedLMData, task, trainer: Trainer) -> float:
+    """Final validation beside the best constant guess."""
+    if not data.num_val_samples:
+        say("no validation: data.val_fraction=0 holds nothing out")
+        return float("inf")
+    metrics = final_metrics(data, task, trainer)
+    say(
+        f"masked-token accuracy {metrics['val/accuracy']:.2%} on {data.num_val_samples:,} fixed "
+        f"examples (the commonest token everywhere: {data.constant_accuracy():.2%})"
+    )
+    return metrics["val/loss"]
+
+
 def report_accuracy(run, data, task, trainer: Trainer) -> float:
     """Validation of the last step, test of the best one, each beside its floor."""
     loss = float("inf")
     if data.num_held_out("val"):
-        if task.validated_step != trainer.global_step:
-            trainer.validate(task, data, verbose=False)
-        loss = float(trainer.callback_metrics["val/loss"])
+        loss = final_metrics(data, task, trainer)["val/loss"]
         say_accuracy("validation", "val", data, trainer)
     if data.num_held_out("test"):
         best = newest_best(run.folder)
@@ -292,11 +323,6 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", ".*overridden `on_before_batch_transfer`.*")
     warnings.filterwarnings("ignore", ".*sync_dist=True.*")  # the task sums over ranks itself
     warnings.filterwarnings("ignore", ".*across ranks is zero.*")  # no held-out data, by choice
-
-
-@rank_zero_only
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 @contextmanager

@@ -111,6 +111,7 @@ class MaskedLMData(CausalLMData):
             seqlen, mask_fraction, max_masked, sentence_pairs, short_fraction
         )
         self._packed = packed
+        self.sentence_pairs = sentence_pairs
         self._val_samples_limit = val_samples_limit
         self._made: dict[str, MaskedSamples] = {}
 
@@ -138,6 +139,17 @@ class MaskedLMData(CausalLMData):
         """Held-out examples in use."""
         total = len(self.samples("val"))
         return total if self._val_samples_limit is None else min(total, self._val_samples_limit)
+
+    def constant_accuracy(self) -> float:
+        """Share of the held-out text that the training text's commonest token makes up.
+
+        Special tokens, which are never predicted, count in neither.
+        """
+        special = np.array(self.tokenizer.special)
+        counts = self.store.train_counts().copy()
+        counts[special] = 0
+        ids = self.store.val.read(0, self.num_val_tokens)
+        return float((ids[~np.isin(ids, special)] == counts.argmax()).mean())
 
     @property
     def fingerprint(self) -> str:

@@ -254,3 +254,27 @@ class BERT(nn.Module):
         """Stored parameters: the tied head once, padding rows too, the position table if asked."""
         total = sum(p.numel() for p in self.parameters())
         return total if positions else total - self.embeddings.positions.weight.numel()
+
+    def flops(self, *, tokens: float, pairs: float, masked: float, samples: float) -> float:
+        """FLOPs of training, forward and backward: 6 a weight and what it multiplies.
+
+        Blocks multiply every token, the MLM head and its decoder the masked ones, pooler and NSP
+        head one token a sample; embeddings multiply nothing. Attention is 12 dim a layer and pair.
+
+        Args:
+            tokens: real ones.
+            pairs: query-key pairs, the sum of squared lengths.
+            masked: tokens that are predicted.
+            samples: sequences.
+        """
+
+        def weights(module: nn.Module | None) -> int:
+            return 0 if module is None else sum(p.numel() for p in module.parameters())
+
+        head = 0 if self.mlm is None else weights(self.mlm) + self.head_weight.numel()
+        products = (
+            tokens * weights(self.blocks)
+            + masked * head
+            + samples * (weights(self.pooler) + weights(self.nsp))
+        )
+        return 6.0 * products + 12.0 * self.config["depth"] * self.config["dim"] * pairs

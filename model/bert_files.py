@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from model.attention import Attention, auto_attention
 from model.bert import BERT
-from model.hf import resize_positions
 from model.hf_bert import (
     bert_config_from_hf,
     bert_config_to_hf,
@@ -29,6 +29,24 @@ from model.hf_files import (
     write_model,
     write_own,
 )
+from model.positions import extend_positions
+
+
+def read_bert(
+    source: str | os.PathLike, *, vocab_multiple: int | None = None, skip: Sequence[str] = ()
+) -> tuple[dict, dict[str, Tensor]]:
+    """(arguments of BERT, state dict) of what load_bert reads; see there."""
+    if Path(source).suffix == ".safetensors":
+        config, state = read_own(Path(source), "bert_config", "save_bert")
+        # The one form that both kinds of file share: theirs, without padding rows.
+        state = bert_to_hf(state, config)
+    else:
+        folder = find_model(source)
+        config, state = bert_config_from_hf(read_config(folder)), read_weights(folder)
+        config |= heads_of(plain_state(state, skip), model_type_of(config))
+    if vocab_multiple is not None:
+        config["vocab_multiple"] = vocab_multiple
+    return config, bert_from_hf(state, config, skip=skip)
 
 
 def load_bert(
@@ -46,7 +64,8 @@ def load_bert(
     Args:
         source: a folder in Hugging Face's layout, a hub id, or a file that save_bert wrote.
         attention: see BERT.
-        max_seqlen: another length of the position table (hf.resize_positions); default as stored.
+        max_seqlen: another length of the position table, a longer one by repeating it
+            (positions.extend_positions); default as stored.
         vocab_multiple, resid_dropout, attn_dropout: see BERT; default as stored, and 64 for the
             vocab_multiple of a Hugging Face model.
         skip: tensors of a Hugging Face model to leave out, such as the head of another task; see
@@ -57,64 +76,18 @@ def load_bert(
             fit it.
         FileNotFoundError, ConnectionError: see hf_files.find_model.
     """
-    if Path(source).suffix == ".safetensors":
-        config, state = read_own(Path(source), "bert_config", "save_bert")
-        # The one form that both kinds of file share: theirs, without padding rows.
-        state = bert_to_hf(state, config)
-    else:
-        folder = find_model(source)
-        config, state = bert_config_from_hf(read_config(folder)), read_weights(folder)
-        config |= heads_of(plain_state(state, skip), model_type_of(config))
-    given = {
-        "vocab_multiple": vocab_multiple,
-        "resid_dropout": resid_dropout,
-        "attn_dropout": attn_dropout,
-    }
-    config |= {key: value for key, value in given.items() if value is not None}
-    state = bert_from_hf(state, config, skip=skip)
+    config, state = read_bert(source, vocab_multiple=vocab_multiple, skip=skip)
+    dropouts = {"resid_dropout": resid_dropout, "attn_dropout": attn_dropout}
+    config |= {key: value for key, value in dropouts.items() if value is not None}
     if max_seqlen is not None:
         config["max_seqlen"] = max_seqlen
         offset = config["position_offset"]
         table = state["embeddings.positions.weight"]
-        longer = resize_positions(table[offset:], max_seqlen)
+        longer = extend_positions(table[offset:], max_seqlen)
         state["embeddings.positions.weight"] = torch.cat([table[:offset], longer])
     model = BERT(**config, attention=attention)
     model.load_state_dict(state)
     return model
-
-
-def load_bert_into(
-    model: BERT, source: str | os.PathLike, *, skip: Sequence[str] = ()
-) -> tuple[list[str], list[str]]:
-    """Give a model the weights of a checkpoint (load_bert's sources); the start of a fine-tune.
-
-    The position table is resized to the model's max_seqlen; dropouts are the model's. A head that
-    only one of the two has stays as the model made it, or is left out.
-
-    Returns:
-        Names of the model's tensors that the checkpoint has not, and of its tensors left out.
-
-    Raises:
-        ValueError: the checkpoint is of another shape; names all differences. And what load_bert
-            raises.
-    """
-    own = model.config
-    loaded = load_bert(
-        source, max_seqlen=own["max_seqlen"], vocab_multiple=own["vocab_multiple"], skip=skip
-    )
-    free = {"resid_dropout", "attn_dropout", "pooler", "mlm_head", "nsp_head"}
-    differences = [
-        f"{key} is {loaded.config[key]!r} in the checkpoint and {value!r} in the model"
-        for key, value in own.items()
-        if key not in free and loaded.config[key] != value
-    ]
-    if differences:
-        raise ValueError(
-            f"the model must be of the checkpoint's kind: {'; '.join(differences)}; "
-            "set the model's configuration to the checkpoint's"
-        )
-    missing, unexpected = model.load_state_dict(loaded.state_dict(), strict=False)
-    return missing, unexpected
 
 
 def export_bert(model: BERT, folder: str | os.PathLike, *, tokenizer: object | None = None) -> Path:

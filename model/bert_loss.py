@@ -4,8 +4,8 @@ As in loss.py, callers add sums and counts over micro-batches and ranks, then di
 total loss is MLM sum / masked tokens + NSP sum / pairs.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,12 @@ def masked_positions(labels: Tensor) -> Tensor:
 
 
 def mlm_loss(
-    model: BERT, hidden: Tensor, labels: Tensor, *, chunk_tokens: int = 8192
+    model: BERT,
+    hidden: Tensor,
+    labels: Tensor,
+    *,
+    positions: Tensor | None = None,
+    chunk_tokens: int = 8192,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy of the masked tokens, whose logits alone are computed.
 
@@ -45,6 +50,7 @@ def mlm_loss(
         model: has an MLM head.
         hidden: as model.hidden returned it, (..., dim).
         labels: int64, hidden's shape without the last axis; -100 where nothing is predicted.
+        positions: masked_positions(labels), if known.
         chunk_tokens: masked tokens whose logits exist at once.
 
     Returns:
@@ -61,7 +67,8 @@ def mlm_loss(
         )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-    positions = masked_positions(labels)
+    if positions is None:
+        positions = masked_positions(labels)
     # With nothing masked one empty chunk remains: every parameter keeps a gradient, of zero.
     states = model.mlm_states(hidden, positions)
     targets = labels.flatten()[positions]
@@ -95,24 +102,37 @@ def nsp_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return loss, num_pairs, (logits.argmax(-1) == labels).sum()
 
 
-def bert_loss(model: BERT, batch: dict, *, chunk_tokens: int = 8192) -> Sums:
+def bert_loss(
+    model: BERT,
+    batch: dict[str, Any],
+    *,
+    chunk_tokens: int = 8192,
+    hidden: Callable[..., Tensor] | None = None,
+) -> Sums:
     """Forward pass and both losses of one batch.
 
     Args:
         model: with an MLM head; without an NSP head the NSP sums are 0.
         batch: input_ids, labels and segment_ids, (batch, seqlen) with lengths (batch,), or (total,)
             with cu_seqlens (batch + 1,) and max_seqlen; nsp_labels (batch,) for the NSP head. See
-            data/masked_lm.py.
+            data/masked_lm.py. masked_positions, as with_host_counts adds it, spares a wait.
         chunk_tokens: see mlm_loss.
+        hidden: computes model.hidden, compiled for instance; None is model.hidden itself.
     """
     layout = {key: batch[key] for key in ("lengths", "cu_seqlens", "max_seqlen") if key in batch}
     segment_ids = batch.get("segment_ids") if model.config["num_segments"] > 1 else None
-    hidden = model.hidden(batch["input_ids"], segment_ids=segment_ids, **layout)
-    sums = mlm_loss(model, hidden, batch["labels"], chunk_tokens=chunk_tokens)
+    states = (hidden or model.hidden)(batch["input_ids"], segment_ids=segment_ids, **layout)
+    sums = mlm_loss(
+        model,
+        states,
+        batch["labels"],
+        positions=batch.get("masked_positions"),
+        chunk_tokens=chunk_tokens,
+    )
     if model.nsp is None:
-        zero = torch.zeros((), device=hidden.device)
+        zero = torch.zeros((), device=states.device)
         return Sums(*sums, zero, zero.long(), zero.long())
-    pooled = model.pooled(hidden, cu_seqlens=layout.get("cu_seqlens"))
+    pooled = model.pooled(states, cu_seqlens=layout.get("cu_seqlens"))
     return Sums(*sums, *nsp_loss(model.nsp_logits(pooled), batch["nsp_labels"]))
 
 
@@ -125,31 +145,40 @@ def mean_loss(sums: Sums) -> Tensor:
     return sum(means)
 
 
-def micro_batches(batch: dict, num_sequences: int) -> Iterator[dict]:
-    """A batch in pieces of at most num_sequences sequences, as views; their Sums add up to its own.
+def with_host_counts(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch on the CPU with what `piece_of` reads there; no piece waits for a GPU then.
 
-    Args:
-        batch: as bert_loss takes it, padded or packed. The boundaries of packed sequences are read
-            on the host: one wait, where they are on a GPU.
-        num_sequences: at least 1.
-
-    Raises:
-        ValueError: num_sequences < 1.
+    Added are masked_positions, and two arrays on the host, (batch + 1,) int64: `starts`, the first
+    token of each sequence in labels.flatten(), and `masked_starts`, the masked tokens before it.
     """
-    if num_sequences < 1:
-        raise ValueError(f"num_sequences must be at least 1, got {num_sequences}")
-    cu_seqlens = batch.get("cu_seqlens")
-    total = len(batch["input_ids"]) if cu_seqlens is None else len(cu_seqlens) - 1
-    ends = range(total + 1) if cu_seqlens is None else cu_seqlens.tolist()
-    for start in range(0, total, num_sequences):
-        stop = min(start + num_sequences, total)
-        sequences, rows = slice(start, stop), slice(ends[start], ends[stop])
-        piece = {}
-        for key, value in batch.items():
-            if key == "cu_seqlens":
-                piece[key] = value[start : stop + 1] - value[start]
-            elif key == "max_seqlen":
-                piece[key] = value
-            else:
-                piece[key] = value[sequences if key in ("lengths", "nsp_labels") else rows]
-        yield piece
+    labels = batch["labels"]
+    if "cu_seqlens" in batch:
+        starts = batch["cu_seqlens"].long()
+    else:
+        starts = torch.arange(len(labels) + 1) * labels.shape[1]
+    positions = masked_positions(labels)
+    return {
+        **batch,
+        "masked_positions": positions,
+        "starts": starts.numpy(),
+        "masked_starts": torch.searchsorted(positions, starts).numpy(),
+    }
+
+
+def piece_of(batch: dict[str, Any], rows: slice) -> dict[str, Any]:
+    """Sequences rows.start to rows.stop of a batch, as views; Sums of all pieces add up to its own.
+
+    batch: as bert_loss takes it, padded or packed, through with_host_counts.
+    """
+    first, last = int(batch["starts"][rows.start]), int(batch["starts"][rows.stop])
+    masked = slice(*(int(batch["masked_starts"][row]) for row in (rows.start, rows.stop)))
+    piece = {"masked_positions": batch["masked_positions"][masked] - first}
+    if "cu_seqlens" in batch:
+        piece["cu_seqlens"] = batch["cu_seqlens"][rows.start : rows.stop + 1] - first
+        piece["max_seqlen"] = batch["max_seqlen"]
+        tokens = slice(first, last)
+    else:
+        tokens = rows
+    piece |= {key: batch[key][tokens] for key in ("input_ids", "labels", "segment_ids")}
+    piece |= {key: batch[key][rows] for key in ("lengths", "nsp_labels") if key in batch}
+    return piece

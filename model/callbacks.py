@@ -61,9 +61,8 @@ class Metrics(Callback):
             raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
         self.every_n_steps = every_n_steps
         self.display = Display() if show else None
-        self._waiting: list[tuple[int, int, float, dict[str, torch.Tensor]]] = []
+        self._waiting: list[tuple[int, float, dict[str, torch.Tensor]]] = []
         self._tokens = 0  # consumed since the run began, a resume included
-        self._interval_tokens = 0
         self._paused_at: float | None = None
         self._peak: float | None = None
 
@@ -91,36 +90,37 @@ class Metrics(Callback):
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx) -> None:
         step = trainer.global_step
-        self._seqlen = batch["input_ids"].shape[-1]
-        tokens = batch["input_ids"].numel() * trainer.world_size
-        self._tokens += tokens
-        self._interval_tokens += tokens
-        self._waiting.append((step, self._tokens, task.lr, outputs))
+        self._waiting.append((step, task.lr, outputs))
         if step % self.every_n_steps == 0 or step == trainer.max_steps:
             self._flush(trainer, task)
 
     def _flush(self, trainer: Trainer, task: LightningModule) -> None:
         if not self._waiting:
             return
-        names = list(self._waiting[0][3])
+        names = list(self._waiting[0][2])
         values = torch.stack(
-            [torch.stack([w[3][n] for n in names]) for w in self._waiting]
+            # float64 holds every count of tokens exactly
+            [torch.stack([outputs[n].double() for n in names]) for *_, outputs in self._waiting]
         ).tolist()
         now = time.perf_counter()  # after the synchronization above
         rows = []
-        for (step, tokens, lr, _), step_values in zip(self._waiting, values, strict=True):
-            row = {"tokens": tokens, "lr": lr}
-            row |= {f"train/{n}": v for n, v in zip(names, step_values, strict=True)}
-            if task.best_metric[0] == "val/loss":
-                row["train/ppl"] = _exp(row["train/loss"])
-            rows.append((step, row))
+        work: dict[str, float] = {}  # of the interval
+        for (step, lr, _), step_values in zip(self._waiting, values, strict=True):
+            row = {f"train/{name}": value for name, value in zip(names, step_values, strict=True)}
+            for name in [name for name in row if name.startswith("train/work/")]:
+                kind = name.removeprefix("train/work/")
+                amount = row.pop(name)
+                work[kind] = work.get(kind, 0.0) + amount
+                if kind == "tokens":
+                    self._tokens += int(amount)
+            rows.append((step, {"tokens": self._tokens, "lr": lr, **row}))
         last = rows[-1][1]
-        rate = self._interval_tokens / max(now - self._interval_start, 1e-9)
-        last |= {"tokens_per_s": rate, "seconds": now - self._began}
+        seconds = max(now - self._interval_start, 1e-9)
+        last |= {f"{kind}_per_s": work[kind] / seconds for kind in ("tokens", "samples")}
+        last["seconds"] = now - self._began
         if self._peak:
-            flops = task.model.flops_per_token(self._seqlen)
-            for kind, number in flops.items():
-                last[f"mfu_{kind}"] = rate * number / (self._peak * trainer.world_size)
+            for kind, number in task.flops(work).items():
+                last[f"mfu_{kind}"] = number / (seconds * self._peak * trainer.world_size)
         if task.device.type == "cuda":
             last["peak_gib"] = torch.cuda.max_memory_allocated(task.device) / 2**30
         for logger in trainer.loggers:
@@ -130,7 +130,6 @@ class Metrics(Callback):
         if self.display and trainer.is_global_zero:
             self.display.update(rows[-1][0], last)
         self._waiting.clear()
-        self._interval_tokens = 0
         self._interval_start = time.perf_counter()
 
     def on_validation_start(self, trainer: Trainer, task: LightningModule) -> None:
@@ -176,8 +175,49 @@ class Metrics(Callback):
             self.display.stop()
 
 
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700.0 else math.inf
+class StopAtTarget(Callback):
+    """Ends a run at the first validation whose metric reaches a target, as MLPerf's runs end.
+
+    A resumed run that had reached it does no further step.
+
+    Args:
+        metric: of the validation, the larger the better.
+        at_least: the target.
+    """
+
+    def __init__(self, *, at_least: float, metric: str = "val/accuracy"):
+        self.metric = metric
+        self.at_least = at_least
+        self.reached: tuple[int, float] | None = None  # step and value
+
+    def state_dict(self) -> dict:
+        return {"reached": self.reached}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.reached = state["reached"]
+
+    def on_train_start(self, trainer: Trainer, task: LightningModule) -> None:
+        self._stop_if_reached(trainer)
+
+    def on_validation_end(self, trainer: Trainer, task: LightningModule) -> None:
+        if trainer.state.fn != "fit":
+            return
+        if self.metric not in trainer.callback_metrics:
+            raise ValueError(
+                f"the target's metric must be one of {', '.join(trainer.callback_metrics)}, got "
+                f"{self.metric}"
+            )
+        value = float(trainer.callback_metrics[self.metric])
+        if value >= self.at_least:
+            self.reached = (trainer.global_step, value)
+        self._stop_if_reached(trainer)
+
+    def _stop_if_reached(self, trainer: Trainer) -> None:
+        # A target raised since then is not reached yet.
+        if self.reached is not None and self.reached[1] >= self.at_least:
+            trainer.should_stop = True
+        else:
+            self.reached = None
 
 
 class Display:

@@ -18,7 +18,9 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
 
+from model.bert import BERT
 from model.gpt import GPT
 from model.hf import strip_prefixes
 
@@ -155,30 +157,48 @@ def find_checkpoint(run: str | Path, which: str = "best", runs_root: str = "outp
     return found
 
 
+def read_checkpoint(path: Path) -> tuple[str, dict, dict[str, Tensor]]:
+    """What a checkpoint holds of its model, on the CPU.
+
+    Returns:
+        The model's kind ("GPT", "BERT" or "classifier"), its configuration, its state dict.
+    """
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    config = checkpoint.get("model_config")
+    if config is None:
+        raise ValueError(f"{path} must be a checkpoint of a run, it holds no model_config")
+    # Each has an option that no other has.
+    kinds = {"num_classes": "classifier", "num_segments": "BERT", "inverse_layer_scale": "GPT"}
+    kind = next(kind for option, kind in kinds.items() if option in config)
+    return kind, config, strip_prefixes(checkpoint["state_dict"])
+
+
 def load_run(
     run: str | Path,
     which: str = "best",
     device: str | torch.device = "cpu",
     attention: Callable | None = None,
-) -> tuple[GPT, dict]:
+    *,
+    kinds: tuple[str, ...] = ("GPT",),
+) -> tuple[GPT | BERT, dict]:
     """The model of a run, in eval mode, and the configuration it was built from.
 
     Args:
         run, which: see find_checkpoint.
         device: where the weights go.
         attention: the attention function; None takes the model's default.
+        kinds: of models that serve the caller, "GPT" and "BERT".
 
     Raises:
-        ValueError: the checkpoint is of another model than a GPT.
+        ValueError: the checkpoint is of another model.
     """
     path = find_checkpoint(run, which)
-    checkpoint = torch.load(path, map_location=device, weights_only=True)
-    config = checkpoint["model_config"]
+    kind, config, state = read_checkpoint(path)
+    if kind not in kinds:
+        raise ValueError(f"{path} must hold a {' or '.join(kinds)}, it holds a {kind}")
     options = {} if attention is None else {"attention": attention}
-    if "num_classes" in config:
-        raise ValueError(f"{path} holds a classifier, which generates no text: give a GPT's run")
-    model = GPT(**config, **options)
-    model.load_state_dict(strip_prefixes(checkpoint["state_dict"]))
+    model = {"GPT": GPT, "BERT": BERT}[kind](**config, **options)
+    model.load_state_dict(state)
     return model.to(device).eval(), config
 
 

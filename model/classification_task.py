@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from model.attention import Packing
 from model.classifier_weights import load_from_run
 from model.loss import IGNORE
-from model.task import TrainingTask
+from model.task import TrainingTask, say
 
 _PLATEAU_WINDOW = 100  # steps whose mean loss is judged
 _PLATEAU_WIDTH = 0.002  # nats around the loss of a guess
@@ -41,6 +40,7 @@ class ClassificationTask(TrainingTask):
     """
 
     best_metric = ("val/accuracy", True)
+    batch_options = ("task.micro_batch_size", "data.batch_size")
 
     def __init__(
         self,
@@ -96,19 +96,8 @@ class ClassificationTask(TrainingTask):
     def count_of(self, name: str) -> str:
         return "loss" if name == "accuracy" else name
 
-    def micro_batch(self, num_sequences: int, seqlen: int) -> int:
-        """Examples of one forward pass, given this rank's examples of one optimizer step.
-
-        Raises:
-            ValueError: they do not divide into pieces of micro_batch_size.
-        """
-        micro = min(num_sequences, self.micro_batch_size or num_sequences)
-        if num_sequences % micro:
-            raise ValueError(
-                f"the {num_sequences} examples of a step on one device must divide into "
-                f"micro-batches of {micro}; change task.micro_batch_size or data.batch_size"
-            )
-        return micro
+    def micro_batch_limit(self, seqlen: int) -> int | None:
+        return self.micro_batch_size
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         # Read while the numbers are on the CPU: later, pieces would wait for the device.
@@ -166,7 +155,7 @@ class ClassificationTask(TrainingTask):
         if step % self.plateau_steps == 0 and self._plateau_count:
             guess = math.log(self.model.num_classes)
             if abs(float(self._plateau_sum) / self._plateau_count - guess) < _PLATEAU_WIDTH:
-                _say(
+                say(
                     f"still at ln {self.model.num_classes} = {guess:.3f} after {step} steps: "
                     "nothing is learned yet. It may drop late; what helps: more warm-up, a lower "
                     "rate, easier examples first (init_from), a dense target"
@@ -187,7 +176,7 @@ class ClassificationTask(TrainingTask):
         """Start from the best checkpoint of another run; see model.classifier_weights."""
         kept = load_from_run(self.model, source)
         if kept:
-            _say(f"new, not from {source}: {', '.join(kept)}")
+            say(f"new, not from {source}: {', '.join(kept)}")
 
 
 def accuracy_interval(accuracy: float, num_examples: int) -> float:
@@ -209,8 +198,3 @@ def _dense_labels(batch: dict[str, Any]) -> Tensor:
 
 def _summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
-
-
-@rank_zero_only
-def _say(text: str) -> None:
-    print(text, flush=True)

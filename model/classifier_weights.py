@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from model.checkpoint import find_checkpoint
-from model.hf import strip_prefixes
+from model.checkpoint import find_checkpoint, read_checkpoint
 from model.long_range import LongRangeClassifier
 from model.positions import resize_positions
 
@@ -27,11 +25,10 @@ def load_from_run(model: LongRangeClassifier, source: str | Path) -> list[str]:
         FileNotFoundError: no such run or file.
         ValueError: a checkpoint of another kind of model, or what transfer raises.
     """
-    checkpoint = torch.load(find_checkpoint(source), map_location="cpu", weights_only=True)
-    config = checkpoint.get("model_config", {})
-    if "num_classes" not in config:
-        raise ValueError(f"{source} must be a run of a classifier, it holds another model")
-    return transfer(model, config, strip_prefixes(checkpoint["state_dict"]))
+    kind, config, state = read_checkpoint(find_checkpoint(source))
+    if kind != "classifier":
+        raise ValueError(f"{source} must be a run of a classifier, it holds a {kind}")
+    return transfer(model, config, state)
 
 
 def transfer(model: LongRangeClassifier, config: dict, state: dict[str, Tensor]) -> list[str]:

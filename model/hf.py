@@ -26,6 +26,7 @@ from model.hf_files import (
     write_model,
     write_own,
 )
+from model.positions import extend_positions
 
 # Ours -> theirs; {} is the block. True: Conv1D, stored transposed.
 _BLOCK_KEYS = {
@@ -248,15 +249,19 @@ def _pad(tokens: Tensor, multiple: int) -> Tensor:
     return torch.cat([tokens, padding])
 
 
-def resize_positions(table: Tensor, max_seqlen: int) -> Tensor:
-    """A position table (seqlen, dim) of another length: (max_seqlen, dim).
+def read_gpt2(source: str | os.PathLike) -> tuple[dict, dict[str, Tensor]]:
+    """(arguments of GPT, state dict) of a GPT-2 folder, a hub id or a file of save_weights.
 
-    A longer one repeats the table from its start (the recipe of the paper's long-document models),
-    so positions that existed keep their vectors and short contexts their logits; a shorter one is
-    the first rows.
+    Raises: see load_gpt2.
     """
-    num_copies = -(-max_seqlen // len(table))
-    return table.repeat(num_copies, 1)[:max_seqlen]
+    path = Path(source)
+    if path.suffix == ".safetensors":
+        config, state = read_own(path, "gpt_config", "save_weights")
+        check_keys(state, _shapes(config, padded=True), f"the weights of {path}")
+        return config, state
+    folder = find_model(source)
+    config = config_from_hf(read_config(folder))
+    return config, from_hf(read_weights(folder), config)
 
 
 def load_gpt2(
@@ -274,7 +279,8 @@ def load_gpt2(
     Args:
         source: a folder in Hugging Face's layout, a hub id, or a file that save_weights wrote.
         attention: see GPT.
-        max_seqlen: another length of the position table (resize_positions); default as stored.
+        max_seqlen: another length of the position table, a longer one by repeating it
+            (positions.extend_positions); default as stored.
         vocab_multiple, embd_dropout, resid_dropout, attn_dropout: see GPT; default as stored, and
             128 for the vocab_multiple of a Hugging Face model.
 
@@ -283,12 +289,7 @@ def load_gpt2(
             fit it.
         FileNotFoundError, ConnectionError: see hf_files.find_model.
     """
-    if Path(source).suffix == ".safetensors":
-        config, state = _read_saved(Path(source))
-    else:
-        folder = find_model(source)
-        config = config_from_hf(read_config(folder))
-        state = from_hf(read_weights(folder), config)
+    config, state = read_gpt2(source)
     changes = {
         "max_seqlen": max_seqlen,
         "vocab_multiple": vocab_multiple,
@@ -300,34 +301,9 @@ def load_gpt2(
     with torch.device("meta"):
         model = GPT(**config, attention=attention)
     state[_TOKENS] = _pad(state[_TOKENS][: config["vocab_size"]], config["vocab_multiple"])
-    state[_POSITIONS] = resize_positions(state[_POSITIONS], config["max_seqlen"])
+    state[_POSITIONS] = extend_positions(state[_POSITIONS], config["max_seqlen"])
     model.to_empty(device="cpu").load_state_dict(state)
     return model
-
-
-def load_into(model: GPT, source: str | os.PathLike) -> None:
-    """Give a model the weights of a checkpoint (load_gpt2's sources); the start of a fine-tune.
-
-    The position table is resized to the model's max_seqlen; dropouts are the model's.
-
-    Raises:
-        ValueError: the checkpoint is of another shape or computes something else; names all
-            differences. And what load_gpt2 raises.
-    """
-    own = model.config
-    loaded = load_gpt2(source, max_seqlen=own["max_seqlen"], vocab_multiple=own["vocab_multiple"])
-    keys = ("vocab_size", "depth", "dim", "nheads", "inverse_layer_scale", "bias")
-    differences = [
-        f"{key} is {loaded.config[key]!r} in the checkpoint and {own[key]!r} in the model"
-        for key in keys
-        if loaded.config[key] != own[key]
-    ]
-    if differences:
-        raise ValueError(
-            f"the model must be of the checkpoint's kind: {'; '.join(differences)}; "
-            "set the model's configuration to the checkpoint's"
-        )
-    model.load_state_dict(loaded.state_dict())
 
 
 def export_gpt2(
@@ -365,10 +341,3 @@ def export_gpt2(
 def save_weights(model: GPT, path: str | os.PathLike) -> Path:
     """Write one .safetensors file: our state dict, and the configuration in its metadata."""
     return write_own(path, model, "gpt_config")
-
-
-def _read_saved(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """(configuration, state dict) of a file that save_weights wrote."""
-    config, state = read_own(path, "gpt_config", "save_weights")
-    check_keys(state, _shapes(config, padded=True), f"the weights of {path}")
-    return config, state

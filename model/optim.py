@@ -111,6 +111,17 @@ def warmup_cosine(
     return warmup * (final_fraction + (1.0 - final_fraction) * cosine)
 
 
+def warmup_sqrt(
+    step: int, warmup_steps: int, total_steps: int, *, final_fraction: float = 0.0
+) -> float:
+    """As warmup_linear, with the square root of what is left for the decay.
+
+    transformers' get_polynomial_decay_schedule_with_warmup at power 0.5.
+    """
+    warmup, decayed = _warmup_then(step, warmup_steps, total_steps)
+    return warmup * (final_fraction + (1.0 - final_fraction) * (1.0 - decayed) ** 0.5)
+
+
 def warmup_rsqrt(
     step: int, warmup_steps: int, total_steps: int, *, final_fraction: float = 0.0
 ) -> float:

@@ -9,7 +9,10 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+#: How a learned table grows, see extend_positions.
+EXTENSIONS = ("tile", "interpolate")
 POSITIONS = ("learned", "sinusoidal", "learned_2d", "rotary_2d")
 
 
@@ -155,3 +158,32 @@ def resize_positions(table: Tensor, height: int, width: int, factor: int) -> Ten
     grid = table.unflatten(0, (height, width))
     grid = grid.repeat_interleave(factor, dim=0).repeat_interleave(factor, dim=1)
     return grid.flatten(0, 1)
+
+
+def extend_positions(table: Tensor, max_seqlen: int, how: str = "tile") -> Tensor:
+    """A learned table of another length; a shorter one is the first rows, whatever `how`.
+
+    Args:
+        table: (seqlen, dim).
+        max_seqlen: the new length.
+        how: "tile" repeats the table from its start, as the paper's long-document models do: every
+            position that existed keeps its vector, and short contexts their outputs.
+            "interpolate" stretches it linearly, its ends kept: neighbours stay neighbours
+            everywhere, and short contexts change.
+
+    Returns:
+        (max_seqlen, dim), dtype of the table.
+
+    Raises:
+        ValueError: another `how`.
+    """
+    if how not in EXTENSIONS:
+        raise ValueError(f"extend_positions must be one of {', '.join(EXTENSIONS)}, got {how!r}")
+    seqlen = len(table)
+    if max_seqlen <= seqlen:
+        return table[:max_seqlen]
+    if how == "tile":
+        return table.repeat(-(-max_seqlen // seqlen), 1)[:max_seqlen]
+    columns = table.float().T[None]  # (1, dim, seqlen)
+    stretched = F.interpolate(columns, max_seqlen, mode="linear", align_corners=True)
+    return stretched[0].T.to(table.dtype)

@@ -13,16 +13,20 @@ from typing import Any
 
 import torch
 from lightning import LightningModule
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from model.hf import load_into
-from model.loss import IGNORE, linear_next_token_loss
-from model.optim import warmup_cosine, warmup_linear, warmup_rsqrt
+from model.optim import warmup_cosine, warmup_linear, warmup_rsqrt, warmup_sqrt
 
-SCHEDULES = {"linear": warmup_linear, "cosine": warmup_cosine, "rsqrt": warmup_rsqrt}
+SCHEDULES = {
+    "linear": warmup_linear,
+    "cosine": warmup_cosine,
+    "rsqrt": warmup_rsqrt,
+    "sqrt": warmup_sqrt,
+}
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
@@ -35,17 +39,22 @@ def step_seed(seed: int, step: int, rank: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+@rank_zero_only
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
 class TrainingTask(LightningModule):
     """What tasks share: the optimizer step, its schedule, exact sums over pieces and ranks.
 
-    A subclass says what is summed, by `counts`, `pieces` and `sums`; what is shown is sum / count.
+    A subclass says what is summed, by `counts`, `piece` and `sums`; what is shown is sum / count.
 
     Args:
         model: with `blocks`, and `config`, from which a checkpoint rebuilds it.
         optimizer: called with the model, returns the optimizer; its lr is the peak.
         max_steps: optimizer steps of the run; the schedule ends there.
         warmup_fraction: share of max_steps over which lr rises linearly from 0.
-        decay: "linear", "cosine" or "rsqrt" decay after the warm-up (model.optim).
+        decay: "linear", "cosine", "rsqrt" or "sqrt" decay after the warm-up (model.optim).
         final_lr_fraction: share of the peak lr at which the decay ends.
         grad_clip: bound on the global 2-norm of the gradient; None turns clipping off.
         seed: of dropout.
@@ -58,6 +67,8 @@ class TrainingTask(LightningModule):
     best_metric = ("val/loss", False)
     #: Methods of the model, beside forward, that FSDP2 must gather weights for.
     forward_methods: tuple[str, ...] = ()
+    #: Options that decide how a step is cut, as an error names them.
+    batch_options = ("task.micro_batch_tokens", "data.batch_tokens")
 
     def __init__(
         self,
@@ -91,13 +102,38 @@ class TrainingTask(LightningModule):
         self.seed = seed
         self.validated_step = -1  # global_step of the last validation
 
-    def micro_batch(self, num_sequences: int, seqlen: int) -> int:
+    def micro_batch_limit(self, seqlen: int) -> int | None:
+        """Most examples of one forward pass, at least 1; None is no bound."""
+        raise NotImplementedError
+
+    def micro_batch(self, num_examples: int, seqlen: int) -> int:
         """Examples of one forward pass, given this rank's examples of one optimizer step.
 
         Raises:
             ValueError: the step cannot be cut into equal pieces.
         """
-        raise NotImplementedError
+        micro = min(num_examples, self.micro_batch_limit(seqlen) or num_examples)
+        if num_examples % micro:
+            raise ValueError(
+                f"the {num_examples} examples of a step on one device must divide into "
+                f"micro-batches of {micro}; change {' or '.join(self.batch_options)}"
+            )
+        return micro
+
+    def size_of(self, batch: dict[str, Any]) -> tuple[int, int]:
+        """(examples, tokens of the longest one that may come) of a batch."""
+        return len(batch["input_ids"]), batch["input_ids"].shape[-1]
+
+    def work(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """What this rank's batch holds, int64 scalars: `tokens`, `samples`, what `flops` reads."""
+        ids = batch["input_ids"]
+        sizes = {"tokens": ids.numel(), "samples": len(ids)}
+        return {name: torch.full((), size, device=ids.device) for name, size in sizes.items()}
+
+    def flops(self, work: dict[str, float]) -> dict[str, float]:
+        """FLOPs of training on so much work, by MFU's conventions; empty if they are not known."""
+        per_token = self.model.flops_per_token(round(work["tokens"] / work["samples"]))
+        return {kind: number * work["tokens"] for kind, number in per_token.items()}
 
     def counts(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Number of labels of each loss in this rank's batch, in the order of `loss_weights`."""
@@ -120,8 +156,12 @@ class TrainingTask(LightningModule):
         """Which entry of `counts` an entry of `sums` is divided by."""
         return name
 
+    def derived(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What is shown beside the means and follows from them."""
+        return {}
+
     def load_weights(self, source: str) -> None:
-        """Start from the weights that `source` names."""
+        """Start from the weights that `source` names; says what of the model they have not."""
         raise NotImplementedError
 
     def configure_model(self) -> None:
@@ -154,11 +194,18 @@ class TrainingTask(LightningModule):
             group.update(options)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        """One optimizer step.
+
+        Returns:
+            Means over the global batch of `sums` and what is `derived` of them, the gradient's norm
+            before clipping, and the `work` of all ranks as "work/..."; scalars on the device.
+        """
         optimizer = self.optimizers()
         torch.manual_seed(step_seed(self.seed, self.global_step, self.global_rank))
-        num_examples, seqlen = len(batch["input_ids"]), batch["input_ids"].shape[-1]
+        num_examples, seqlen = self.size_of(batch)
         micro = self.micro_batch(num_examples, seqlen)
-        counts = self._summed(self.counts(batch))
+        work = {f"work/{name}": amount for name, amount in self.work(batch).items()}
+        counts = self._summed({**self.counts(batch), **work})
         totals: dict[str, Tensor] = {}
         for start in range(0, num_examples, micro):
             last = start + micro >= num_examples
@@ -187,9 +234,8 @@ class TrainingTask(LightningModule):
             group["lr"] = group["peak_lr"] * factor
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        totals = self._summed(totals)
-        means = {name: value / counts[self.count_of(name)] for name, value in totals.items()}
-        return {**means, "grad_norm": grad_norm}
+        means = self._means(self._summed(totals), counts)
+        return {**means, "grad_norm": grad_norm, **{name: counts[name] for name in work}}
 
     @property
     def lr(self) -> float:
@@ -201,8 +247,7 @@ class TrainingTask(LightningModule):
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         entries = {f"count/{name}": count for name, count in self.counts(batch).items()}
-        rows = slice(0, len(batch["input_ids"]))
-        entries |= self.sums(self.piece(batch, rows))
+        entries |= self.sums(self.piece(batch, slice(0, self.size_of(batch)[0])))
         for name, value in entries.items():
             self._held_out[name] = self._held_out.get(name, 0.0) + value.double()
 
@@ -213,11 +258,12 @@ class TrainingTask(LightningModule):
     def means(self) -> dict[str, Tensor]:
         """Means over the held-out examples of all ranks since the epoch started."""
         totals = self._summed(self._held_out)
-        return {
-            name: total / totals[f"count/{self.count_of(name)}"]
-            for name, total in totals.items()
-            if not name.startswith("count/")
-        }
+        counts = {n.removeprefix("count/"): v for n, v in totals.items() if n.startswith("count/")}
+        return self._means({n: v for n, v in totals.items() if not n.startswith("count/")}, counts)
+
+    def _means(self, totals: dict[str, Tensor], counts: dict[str, Tensor]) -> dict[str, Tensor]:
+        means = {name: total / counts[self.count_of(name)] for name, total in totals.items()}
+        return {**means, **self.derived(means)}
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["model_config"] = dict(self.model.config)
@@ -246,97 +292,3 @@ class TrainingTask(LightningModule):
                 yield
         else:
             yield
-
-
-class CausalLMTask(TrainingTask):
-    """Next-token training of a GPT.
-
-    Args:
-        model: a model.gpt.GPT, or what offers the same hidden(), head_weight, vocab_size and
-            config, from which a checkpoint rebuilds it.
-        micro_batch_tokens: tokens of one forward and backward on one device.
-        loss_chunk_tokens: tokens whose logits exist at once.
-        compile: compile the forward pass and loss with torch.compile.
-        optimizer, max_steps, warmup_fraction, decay, final_lr_fraction, grad_clip, seed: see
-            TrainingTask.
-
-    Raises:
-        ValueError: an option is out of its range.
-    """
-
-    forward_methods = ("hidden",)  # the method that training calls
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Callable[[nn.Module], Optimizer],
-        *,
-        max_steps: int,
-        warmup_fraction: float = 0.01,
-        decay: str = "linear",
-        final_lr_fraction: float = 0.0,
-        grad_clip: float | None = 1.0,
-        micro_batch_tokens: int = 65536,
-        loss_chunk_tokens: int = 8192,
-        compile: bool = False,
-        seed: int = 1111,
-    ):
-        super().__init__(
-            model,
-            optimizer,
-            max_steps=max_steps,
-            warmup_fraction=warmup_fraction,
-            decay=decay,
-            final_lr_fraction=final_lr_fraction,
-            grad_clip=grad_clip,
-            seed=seed,
-        )
-        for name, size in (
-            ("micro_batch_tokens", micro_batch_tokens),
-            ("loss_chunk_tokens", loss_chunk_tokens),
-        ):
-            if size < 1:
-                raise ValueError(f"{name} must be positive, got {size}")
-        self.micro_batch_tokens = micro_batch_tokens
-        self.loss_chunk_tokens = loss_chunk_tokens
-        # Shapes do not change during a run: dynamic=False keeps the kernels specialized to them.
-        self._loss = torch.compile(self._plain_loss, dynamic=False) if compile else self._plain_loss
-
-    def _plain_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Summed loss (float32) of one micro-batch."""
-        return linear_next_token_loss(
-            self.model.hidden(input_ids),
-            self.model.head_weight,
-            labels,
-            vocab_size=self.model.vocab_size,
-            chunk_tokens=self.loss_chunk_tokens,
-        )[0]
-
-    def micro_batch(self, num_sequences: int, seqlen: int) -> int:
-        """Sequences of one forward pass, given this rank's sequences of one optimizer step.
-
-        Raises:
-            ValueError: the step cannot be cut into equal pieces of micro_batch_tokens.
-        """
-        micro = min(num_sequences, max(1, self.micro_batch_tokens // seqlen))
-        if num_sequences % micro:
-            raise ValueError(
-                f"the {num_sequences} sequences of a step on one device must divide into "
-                f"micro-batches of {micro} (task.micro_batch_tokens={self.micro_batch_tokens}, "
-                f"data.seqlen={seqlen}); change task.micro_batch_tokens or data.batch_tokens"
-            )
-        return micro
-
-    def counts(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"loss": (batch["labels"] != IGNORE).sum()}
-
-    def sums(self, piece: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"loss": self._loss(piece["input_ids"], piece["labels"])}
-
-    def means(self) -> dict[str, Tensor]:
-        means = super().means()
-        return {**means, "ppl": means["loss"].exp()}
-
-    def load_weights(self, source: str) -> None:
-        """Start from a GPT-2 folder or hub id; see model.hf.load_into."""
-        load_into(self.model, source)

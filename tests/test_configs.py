@@ -11,6 +11,8 @@ from hydra.utils import instantiate
 
 import train
 from model.block_sparse import PATTERNS
+from model.gpt import GPT
+from model.hf import export_gpt2
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -21,6 +23,14 @@ PAPER = {  # experiment: (depth, dim, nheads, seqlen, peak lr), PAPER table 4 an
     "gpt2_8k": (12, 768, 12, 8192, 6e-4),
     "gpt2_16k": (12, 768, 12, 16384, 6e-4),
     "gpt2_medium_1k": (24, 1024, 16, 1024, 1.5e-4),
+}
+
+
+BERT = {  # experiment: shape, sequences, tokens, peak lr, steps, warm-up steps, decay; PAPER 2.6
+    "bert_large_512": ((24, 1024, 16), 448, 512, 3.75e-4, 7100, 0, "linear"),
+    "bert_base_512": ((12, 768, 12), 448, 512, 3.75e-4, 7100, 0, "linear"),
+    "bert_large_phase1": ((24, 1024, 16), 65_536, 128, 5e-3, 7038, 2000, "sqrt"),
+    "bert_large_phase2": ((24, 1024, 16), 32_768, 512, 3.7e-3, 1563, 200, "sqrt"),
 }
 
 
@@ -96,9 +106,11 @@ def test_experiment_builds(experiment, recipe, tmp_path, source):
     where = None if experiment in PATHFINDERS else source(experiment)
     options = [f"experiment={experiment}", "trainer=cpu"]
     options += [f"recipe={recipe}"] if recipe else []
+    # Neither Wikipedia nor the hub's GPT-2 is to be had without a network.
+    options += ["data=masked_text"] if experiment in BERT else ["init_from=null"]
     cfg, run, data, task, trainer = train.build(small(tmp_path, where, *options))
     assert run.folder == tmp_path / "runs" / experiment
-    assert task.model.max_seqlen == data.seqlen
+    assert task.model.max_seqlen == (512 if experiment in BERT else data.seqlen)
     assert not run.folder.exists(), "building writes nothing"
 
 
@@ -146,6 +158,60 @@ def test_experiment_states_the_recipe_of_the_paper(experiment):
     assert model.inverse_layer_scale and cfg.seed == 1111
 
 
+@pytest.mark.parametrize("experiment", BERT)
+def test_experiment_states_the_published_recipe_of_bert(experiment):
+    cfg = composed(f"experiment={experiment}")
+    train.check_options(cfg)
+    shape, sequences, seqlen, lr, steps, warmup_steps, decay = BERT[experiment]
+    assert (cfg.model.depth, cfg.model.dim, cfg.model.nheads) == shape
+    assert (cfg.data.batch_tokens, cfg.data.seqlen) == (sequences * seqlen, seqlen)
+    assert (cfg.optimizer.lr, cfg.trainer.max_steps, cfg.task.decay) == (lr, steps, decay)
+    assert round(cfg.task.warmup_fraction * steps) == warmup_steps
+    assert cfg.optimizer._target_ == "model.optim.lamb" and cfg.optimizer.weight_decay == 0.01
+    assert list(cfg.optimizer.betas) == [0.9, 0.999] and cfg.optimizer.eps == 1e-6
+    assert cfg.task.grad_clip == 1.0 and cfg.task.final_lr_fraction == 0.0
+    assert cfg.data.val_samples_limit == 10_000 and cfg.model.max_seqlen == 512
+
+
+def test_robertas_network_is_a_matter_of_options(tmp_path, text):
+    options = ["experiment=bert_base_512", "data=masked_text", "data.sentence_pairs=false"]
+    options += ["model.num_segments=1", "model.position_offset=2", "model.norm_eps=1e-5"]
+    options += ["model.nsp_head=false", "model.pooler=false"]
+    task = train.build(small(tmp_path, text, *options))[3]
+    assert task.loss_weights == {"mlm_loss": 1.0}
+    assert task.model.embeddings.positions.num_embeddings == 514  # RoBERTa's, 2 never trained
+
+
+def test_bert_large_stops_where_mlperf_does():
+    cfg = composed("experiment=bert_large_512")
+    assert cfg.callbacks.target.metric == "val/accuracy" and cfg.callbacks.target.at_least == 0.72
+    assert cfg.trainer.val_check_interval * 448 == pytest.approx(150_000, rel=1e-3)
+    assert cfg.data.max_masked == 76
+
+
+def test_fine_tune_starts_from_a_folder_with_a_longer_table(tmp_path, text):
+    sizes = {"max_seqlen": 1024, "depth": 1, "dim": 16, "nheads": 2}
+    source = GPT(**sizes)
+    export_gpt2(source, tmp_path / "hf")
+    options = ["experiment=finetune_gpt2", f"init_from={tmp_path}/hf", "data.seqlen=2048"]
+    task = train.build(small(tmp_path, text, *options))[3]
+    table = task.model.embeddings.positions.weight
+    assert torch.equal(table, source.embeddings.positions.weight.repeat(2, 1))
+    assert torch.equal(task.model.head_weight, source.head_weight)
+    with pytest.raises(ValueError, match="depth is 1 in the checkpoint and 2 in the model"):
+        train.build(small(tmp_path, text, *options, "model.depth=2"))
+
+
+@pytest.mark.parametrize("experiment", ["gpt2_4k", "bert_large_512"])
+def test_debug_is_small_and_local(experiment, tmp_path, text):
+    options = [f"experiment={experiment}", "debug=fast", "trainer=cpu", f"data.source={text}"]
+    places = [f"data.root={tmp_path}/data", f"runs_root={tmp_path}/runs"]
+    cfg, run, data, task, trainer = train.build(composed(*options, *places))
+    assert composed(*options[:2]).data.source == "embedded"
+    assert task.model.num_params() < 5_000_000 and data.batch_tokens == 1024
+    assert trainer.max_steps == 5 and not task._is_compiled
+
+
 def choices(group):
     return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
 
@@ -181,6 +247,8 @@ def test_commands_of_the_readme_compose(arguments):
         assert cfg.run_name.startswith(("lra_", "path")), "classification counts examples"
         return
     assert cfg.data.batch_tokens % cfg.data.seqlen == 0
+    if cfg.run_name in (*BERT, "finetune_gpt2"):
+        return  # recipes of their own
     if cfg.model.dim > 64:  # not the quickstart: its learning rate and batch are for a toy
         assert cfg.optimizer.lr <= 6e-4 and cfg.data.batch_tokens == 524_288
 
@@ -207,6 +275,7 @@ def test_later_overrides_win():
         (["task.micro_batch_tokens=384"], "must divide into micro-batches of 3"),
         (["trainer.precision=16-mixed"], "must be auto, bf16-mixed or 32-true"),
         (["optimizer.lr=-1.0"], "Invalid learning rate: -1.0"),
+        (["task.extend_positions=repeat"], "must be one of tile, interpolate, got 'repeat'"),
         (["resume=always"], "resume must be null or auto, got 'always'"),
         (["+model.vocab_size=100"], "model.vocab_size=100 must be at least 50257"),
     ],
@@ -239,6 +308,24 @@ def test_wrong_classification_says_what_to_do_in_one_line(overrides, message, tm
     with pytest.raises(SystemExit, match=message) as stop:
         with train.one_line_errors(train.BUILD_ERRORS):
             train.build(small(tmp_path, None, "experiment=lra_pathfinder", *overrides))
+    assert "\n" not in str(stop.value) and str(stop.value).startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["data.sentence_pairs=false"], "an NSP head needs pairs: set data.sentence_pairs=true"),
+        (["model.nsp_head=false"], "only an NSP head trains the pooler: set model.pooler=false"),
+        (["model.mlm_head=false"], "must have an MLM head: set model.mlm_head=true"),
+        (["model.vocab_size=99"], "model.vocab_size=99 must be at least 30522"),
+        (["optimizer.lr=-1.0"], "lr must be at least 0, got -1.0"),
+    ],
+)
+def test_wrong_bert_says_what_to_do_in_one_line(overrides, message, tmp_path, text):
+    options = ["experiment=bert_base_512", "data=masked_text", *overrides]
+    with pytest.raises(SystemExit, match=message) as stop:
+        with train.one_line_errors(train.BUILD_ERRORS):
+            train.build(small(tmp_path, text, *options))
     assert "\n" not in str(stop.value) and str(stop.value).startswith("error: ")
 
 

@@ -316,6 +316,21 @@ def test_nothing_held_out_means_no_validation(tmp_path):
         make(None, **options)
 
 
+def test_constant_guess_is_the_commonest_training_token(tmp_path):
+    """Training text has most of "river"; the held-out text has it in 2 of 8 tokens."""
+    (tmp_path / "a.txt").write_text("seven")
+    data = MaskedLMData(source=str(tmp_path), seqlen=8, batch_tokens=8, root=str(tmp_path / "r"))
+    tokens = data.tokenizer.encode("river beta. river gamma. seven seven") + [SEP]
+    data._store = SimpleNamespace(
+        train_counts=lambda: np.bincount(
+            data.tokenizer.encode("river river river beta beta.") + [SEP] * 9,
+            minlength=data.vocab_size,
+        ),
+        val=SimpleNamespace(num_tokens=len(tokens), read=lambda start, n: np.array(tokens)[:n]),
+    )
+    assert data.constant_accuracy() == 2 / 8
+
+
 def test_global_random_state_is_untouched(store_folder):
     states = []
     for _ in range(2):

@@ -9,9 +9,10 @@ from model.bert_loss import (
     bert_loss,
     masked_positions,
     mean_loss,
-    micro_batches,
     mlm_loss,
     nsp_loss,
+    piece_of,
+    with_host_counts,
 )
 
 SIZES = {"vocab_size": 61, "max_seqlen": 16, "depth": 2, "dim": 24, "nheads": 3}
@@ -112,23 +113,21 @@ def test_chunks_change_nothing(chunk_tokens):
     assert sums.num_masked == (batch["labels"] != -100).sum() and sums.num_pairs == 4
 
 
-@pytest.mark.parametrize("num_sequences", [1, 3, 9])
+@pytest.mark.parametrize("cuts", [[0, 1, 2, 3, 4], [0, 3, 4], [0, 4]])
 @pytest.mark.parametrize("form", [dict, packed])
-def test_micro_batches_add_up(num_sequences, form):
-    model, batch = make_model(), form(make_batch())
-    pieces = list(micro_batches(batch, num_sequences))
-    assert [len(piece["nsp_labels"]) for piece in pieces] == {
-        1: [1, 1, 1, 1],
-        3: [3, 1],
-        9: [4],
-    }[num_sequences]
+def test_pieces_add_up(cuts, form):
+    model, batch = make_model(), with_host_counts(form(make_batch()))
+    pieces = [piece_of(batch, slice(*ends)) for ends in zip(cuts, cuts[1:], strict=False)]
+    assert [len(piece["nsp_labels"]) for piece in pieces] == [
+        stop - start for start, stop in zip(cuts, cuts[1:], strict=False)
+    ]
+    for piece in pieces:
+        assert torch.equal(piece["masked_positions"], masked_positions(piece["labels"]))
     with torch.no_grad():
-        whole = bert_loss(model, batch)
+        whole = bert_loss(model, form(make_batch()))
         sums = Sums(*(sum(x) for x in zip(*(bert_loss(model, p) for p in pieces), strict=True)))
     for a, b in zip(whole, sums, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="num_sequences must be at least 1"):
-        next(micro_batches(batch, 0))
 
 
 @pytest.mark.parametrize("form", [dict, packed])

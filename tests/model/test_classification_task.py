@@ -179,7 +179,7 @@ def test_best_checkpoint_has_the_best_accuracy_and_can_be_started_from(tmp_path)
     stored = torch.load(best, weights_only=True)["state_dict"]
     for name, value in other.state_dict().items():
         assert torch.equal(stored[f"model.{name}"], value)
-    with pytest.raises(ValueError, match="holds a classifier, which generates no text"):
+    with pytest.raises(ValueError, match="must hold a GPT, it holds a classifier"):
         load_run(best)
 
 

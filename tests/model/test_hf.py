@@ -12,7 +12,6 @@ from model.hf import (
     export_gpt2,
     from_hf,
     load_gpt2,
-    resize_positions,
     save_weights,
     to_hf,
 )
@@ -255,12 +254,6 @@ def test_longer_position_table_keeps_short_contexts(tmp_path):
     shorter = load_gpt2(tmp_path, max_seqlen=5).eval()
     with torch.no_grad():
         torch.testing.assert_close(shorter(make_ids(5)), longer(make_ids(5)))
-
-
-def test_resize_positions_repeats_the_table():
-    table = torch.arange(3.0)[:, None]
-    assert resize_positions(table, 7).flatten().tolist() == [0, 1, 2, 0, 1, 2, 0]
-    assert resize_positions(table, 2).flatten().tolist() == [0, 1]
 
 
 def test_hub_without_network_is_one_clear_error(monkeypatch):

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from model.gpt import GPT
-from model.optim import param_groups, warmup_cosine, warmup_linear, warmup_rsqrt
+from model.optim import param_groups, warmup_cosine, warmup_linear, warmup_rsqrt, warmup_sqrt
 
 
 def test_only_matrices_decay():
@@ -85,6 +85,16 @@ def test_warmup_linear_is_transformers_schedule():
 )
 def test_decay_to_a_floor(schedule, step, expected):
     assert schedule(step, 4, 14, final_fraction=0.1) == pytest.approx(expected)
+
+
+def test_warmup_sqrt_is_transformers_schedule():
+    transformers = pytest.importorskip("transformers")
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = transformers.get_polynomial_decay_schedule_with_warmup(
+        optimizer, 40, 400, lr_end=0.1, power=0.5
+    ).lr_lambdas[0]
+    ours = [warmup_sqrt(step, 40, 400, final_fraction=0.1) for step in range(450)]
+    assert ours == pytest.approx([theirs(step) for step in range(450)])
 
 
 def test_schedule_without_warmup_or_decay():

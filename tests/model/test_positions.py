@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from model.positions import POSITIONS, Positions, resize_positions, rotate, sinusoids
+from model.positions import (
+    POSITIONS,
+    Positions,
+    extend_positions,
+    resize_positions,
+    rotate,
+    sinusoids,
+)
 
 
 def positions(kind, size=6, headdim=8, **options):
@@ -94,3 +101,17 @@ def test_grown_positions_repeat_each_vector_over_its_block():
 def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
         Positions(**{"seqlen": 16, "dim": 4, "width": 4, "headdim": 4, **options})
+
+
+def test_learned_table_grows_by_tiling_or_interpolation():
+    table = torch.tensor([[0.0, 9.0], [3.0, 6.0], [6.0, 3.0]])
+    tiled = extend_positions(table, 7)[:, 0].tolist()
+    assert tiled == [0, 3, 6, 0, 3, 6, 0]
+    stretched = extend_positions(table.half(), 7, "interpolate")
+    assert stretched.dtype == torch.float16
+    assert stretched.tolist() == [[x, 9 - x] for x in range(7)]
+    for how in ("tile", "interpolate"):
+        assert torch.equal(extend_positions(table, 2, how), table[:2])
+        assert torch.equal(extend_positions(table, 3, how), table)
+    with pytest.raises(ValueError, match="must be one of tile, interpolate, got 'repeat'"):
+        extend_positions(table, 7, "repeat")

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from model.attention import sdpa_attention
 from model.checkpoint import AtomicCheckpointIO, Checkpoints, load_run, newest_intact
 from model.gpt import GPT
+from model.language_task import CausalLMTask
 from model.optim import adamw
-from model.task import CausalLMTask, step_seed
+from model.task import step_seed
 
 VOCAB, SEQLEN, PER_STEP = 37, 16, 4
 
@@ -233,5 +234,5 @@ def test_options_out_of_range_are_refused(options, message):
 
 def test_batch_that_does_not_divide_is_refused():
     task = make_task(micro_batch_tokens=3 * SEQLEN)
-    with pytest.raises(ValueError, match="4 sequences .* must divide into micro-batches of 3"):
+    with pytest.raises(ValueError, match="4 examples .* must divide into micro-batches of 3"):
         task.micro_batch(PER_STEP, SEQLEN)

@@ -1,0 +1,201 @@
+"""What trains language models: a GPT on next tokens, a BERT on masked ones and next sentences."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from model.bert import BERT
+from model.bert_loss import bert_loss, piece_of, with_host_counts
+from model.loss import IGNORE, linear_next_token_loss
+from model.positions import EXTENSIONS
+from model.task import TrainingTask, say
+from model.warm_start import load_into
+
+
+class LanguageModelTask(TrainingTask):
+    """What GPT's and BERT's tasks share: batches stated in tokens, logits made in chunks.
+
+    Args:
+        model: what the task trains.
+        micro_batch_tokens: tokens of one forward and backward on one device, padding included.
+        loss_chunk_tokens: tokens whose logits exist at once.
+        compile: compile with torch.compile.
+        extend_positions: how the position table of weights to start from grows to the model's:
+            "tile" or "interpolate" (model.positions.extend_positions).
+        optimizer, max_steps, warmup_fraction, decay, final_lr_fraction, grad_clip, seed: see
+            TrainingTask.
+
+    Raises:
+        ValueError: an option is out of its range, or the task cannot train the model.
+    """
+
+    forward_methods = ("hidden",)  # the method that training calls first
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Callable[[nn.Module], Optimizer],
+        *,
+        max_steps: int,
+        warmup_fraction: float = 0.01,
+        decay: str = "linear",
+        final_lr_fraction: float = 0.0,
+        grad_clip: float | None = 1.0,
+        micro_batch_tokens: int = 65536,
+        loss_chunk_tokens: int = 8192,
+        compile: bool = False,
+        extend_positions: str = "tile",
+        seed: int = 1111,
+    ):
+        super().__init__(
+            model,
+            optimizer,
+            max_steps=max_steps,
+            warmup_fraction=warmup_fraction,
+            decay=decay,
+            final_lr_fraction=final_lr_fraction,
+            grad_clip=grad_clip,
+            seed=seed,
+        )
+        for name, size in (
+            ("micro_batch_tokens", micro_batch_tokens),
+            ("loss_chunk_tokens", loss_chunk_tokens),
+        ):
+            if size < 1:
+                raise ValueError(f"{name} must be positive, got {size}")
+        if extend_positions not in EXTENSIONS:
+            raise ValueError(
+                f"extend_positions must be one of {', '.join(EXTENSIONS)}, got {extend_positions!r}"
+            )
+        self.check_model(model)
+        self.extend_positions = extend_positions
+        self.micro_batch_tokens = micro_batch_tokens
+        self.loss_chunk_tokens = loss_chunk_tokens
+        self._is_compiled = compile
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise ValueError for a model that the task cannot train."""
+
+    def micro_batch_limit(self, seqlen: int) -> int:
+        return max(1, self.micro_batch_tokens // seqlen)
+
+    def load_weights(self, source: str) -> None:
+        new, left_out = load_into(self.model, source, how=self.extend_positions)
+        for names, where in ((new, "new, not from"), (left_out, "left out of")):
+            if names:
+                say(f"{where} {source}: {', '.join(names)}")
+
+
+class CausalLMTask(LanguageModelTask):
+    """Next-token training of a GPT.
+
+    Args:
+        model: a model.gpt.GPT, or what offers the same hidden(), head_weight, vocab_size and
+            config, from which a checkpoint rebuilds it.
+        others: see LanguageModelTask; what is compiled is the forward pass with its loss.
+    """
+
+    @functools.cached_property
+    def _loss(self) -> Callable[[Tensor, Tensor], Tensor]:
+        if not self._is_compiled:
+            return self._plain_loss
+        # Shapes do not change during a run: dynamic=False keeps the kernels specialized to them.
+        return torch.compile(self._plain_loss, dynamic=False)
+
+    def _plain_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Summed loss (float32) of one micro-batch."""
+        return linear_next_token_loss(
+            self.model.hidden(input_ids),
+            self.model.head_weight,
+            labels,
+            vocab_size=self.model.vocab_size,
+            chunk_tokens=self.loss_chunk_tokens,
+        )[0]
+
+    def counts(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"loss": (batch["labels"] != IGNORE).sum()}
+
+    def sums(self, piece: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"loss": self._loss(piece["input_ids"], piece["labels"])}
+
+    def derived(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"ppl": means["loss"].exp()}
+
+
+class MaskedLMTask(LanguageModelTask):
+    """Training of a BERT on batches of data.masked_lm's form, padded or packed.
+
+    The loss is the mean over the global batch's masked tokens plus, with an NSP head, the mean over
+    its pairs. Shown are `loss`, its two parts, and `accuracy`: the share of masked tokens that are
+    the likeliest (the metric of MLPerf's BERT); `nsp_accuracy` is that of pairs.
+
+    Args:
+        model: a model.bert.BERT with an MLM head, and a pooler only for an NSP head.
+        micro_batch_tokens: of one forward and backward on one device, as if all were padded.
+        loss_chunk_tokens: masked tokens whose logits exist at once.
+        others: see LanguageModelTask; what is compiled are the blocks and embeddings.
+    """
+
+    best_metric = ("val/accuracy", True)
+
+    def check_model(self, model: BERT) -> None:
+        if model.mlm is None:
+            raise ValueError("the model must have an MLM head: set model.mlm_head=true")
+        if model.pooler is not None and model.nsp is None:
+            # DistributedDataParallel waits for the gradient of every weight.
+            raise ValueError("only an NSP head trains the pooler: set model.pooler=false")
+
+    @functools.cached_property
+    def _hidden(self) -> Callable[..., Tensor]:
+        # The number of packed tokens changes from piece to piece.
+        return torch.compile(self.model.hidden) if self._is_compiled else self.model.hidden
+
+    def size_of(self, batch: dict[str, Any]) -> tuple[int, int]:
+        return len(batch["nsp_labels"]), batch.get("max_seqlen", batch["input_ids"].shape[-1])
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return with_host_counts(batch) if isinstance(batch, dict) else batch
+
+    def work(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """Real tokens: padding is no work. Pairs are those of a query and a key."""
+        packed = "cu_seqlens" in batch
+        lengths = (batch["cu_seqlens"].diff() if packed else batch["lengths"]).long()
+        return {
+            "tokens": lengths.sum(),
+            "samples": torch.full((), len(lengths), device=lengths.device),
+            "pairs": lengths.square().sum(),
+            "masked": (batch["labels"] != IGNORE).sum(),
+        }
+
+    def flops(self, work: dict[str, float]) -> dict[str, float]:
+        return {"full": self.model.flops(**work)}
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        return {"mlm_loss": 1.0, **({} if self.model.nsp is None else {"nsp_loss": 1.0})}
+
+    def counts(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        labels = {"mlm_loss": batch["labels"], "nsp_loss": batch["nsp_labels"]}
+        return {name: (labels[name] != IGNORE).sum() for name in self.loss_weights}
+
+    def count_of(self, name: str) -> str:
+        return {"accuracy": "mlm_loss", "nsp_accuracy": "nsp_loss"}.get(name, name)
+
+    def piece(self, batch: dict[str, Any], rows: slice) -> dict[str, Any]:
+        return piece_of(batch, rows)
+
+    def sums(self, piece: dict[str, Any]) -> dict[str, Tensor]:
+        sums = bert_loss(
+            self.model, piece, chunk_tokens=self.loss_chunk_tokens, hidden=self._hidden
+        )
+        entries = {"mlm_loss": sums.mlm_loss, "accuracy": sums.mlm_correct.float()}
+        if self.model.nsp is not None:
+            entries |= {"nsp_loss": sums.nsp_loss, "nsp_accuracy": sums.nsp_correct.float()}
+        return entries
+
+    def derived(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"loss": sum(weight * means[name] for name, weight in self.loss_weights.items())}
