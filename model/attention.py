@@ -264,8 +264,8 @@ def packed_attention(
 ) -> Tensor:
     """Self-attention within packed sequences.
 
-    Where `attention` is flash_kernels' the packed kernel runs. Any other function gets the
-    sequences padded to max_seqlen and lengths_k: slower, equal.
+    Where `attention` is flash_kernels' the packed kernel runs, where it has a method `packed` that
+    does. Any other function gets the sequences padded to max_seqlen and lengths_k: slower, equal.
 
     Args:
         attention: function with flash_kernels.flash_attention's signature.
@@ -277,6 +277,8 @@ def packed_attention(
         (total, nheads, headdim), dtype of q.
     """
     cu_seqlens, max_seqlen = packing
+    if hasattr(attention, "packed"):
+        return attention.packed(q, k, v, cu_seqlens, max_seqlen, **options)
     if is_flash(attention, q):
         from flash_kernels import flash_attention_varlen
 

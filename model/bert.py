@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from model.attention import Attention, Packing, auto_attention, packed_attention
 from model.bert_layers import BertEmbeddings, MLMHead, PostNormBlock
+from model.block_sparse import layer_attention
 from model.transformer import init_normal
 
 INIT_STD = 0.02
@@ -171,8 +172,7 @@ class BERT(nn.Module):
             ValueError: the arguments fit neither way, or a sequence may exceed max_seqlen.
         """
         if input_ids.dim() == 2 and cu_seqlens is None and max_seqlen is None:
-            longest, position_ids = input_ids.shape[1], None
-            attend = partial(self.attention, lengths_k=lengths)
+            longest, position_ids, packing = input_ids.shape[1], None, None
         elif (
             input_ids.dim() == 1
             and cu_seqlens is not None
@@ -181,7 +181,6 @@ class BERT(nn.Module):
         ):
             packing = Packing(cu_seqlens, max_seqlen)
             longest, position_ids = max_seqlen, packing.positions(len(input_ids))
-            attend = partial(packed_attention, self.attention, packing=packing)
         else:
             raise ValueError(
                 "input_ids must be (batch, seqlen) without cu_seqlens and max_seqlen, or (total,) "
@@ -193,8 +192,12 @@ class BERT(nn.Module):
                 "shorten them or build the model with a larger max_seqlen"
             )
         x = self.embeddings(input_ids, segment_ids, position_ids)
-        for block in self.blocks:
-            x = block(x, attend)
+        for layer, block in enumerate(self.blocks):
+            attention = layer_attention(self.attention, layer)
+            if packing is None:
+                x = block(x, partial(attention, lengths_k=lengths))
+            else:
+                x = block(x, partial(packed_attention, attention, packing=packing))
         return x
 
     def pooled(self, hidden: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:

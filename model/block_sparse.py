@@ -42,17 +42,12 @@ class BlockSparseAttention:
         for index in range(len(self.patterns)):
             self.mask(index, torch.device("cpu"))  # refuses wrong options before anything heavy
 
-    def for_layer(self, layer: int) -> Callable[..., Tensor]:
+    def for_layer(self, layer: int) -> "_LayerAttention":
         """The attention function of one layer."""
-        index = layer % len(self.patterns)
-
-        def block_sparse(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-            return self._attend(index, q, k, v, **options)
-
-        return block_sparse
+        return _LayerAttention(self, layer % len(self.patterns))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        return self._attend(0, q, k, v, **options)
+        return self.for_layer(0)(q, k, v, **options)
 
     def mask(self, index: int, device: torch.device):
         """BlockMask of pattern `index` on a device, made once."""
@@ -60,7 +55,17 @@ class BlockSparseAttention:
             self._masks[index, device] = _build(self.patterns[index], self.max_seqlen, device)
         return self._masks[index, device]
 
-    def _attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+
+class _LayerAttention:
+    """Pattern `index` of a BlockSparseAttention, as one layer calls it."""
+
+    __name__ = "block_sparse"
+
+    def __init__(self, attention: BlockSparseAttention, index: int) -> None:
+        self.attention = attention
+        self.index = index
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         from flash_kernels import block_sparse_attention
 
         # The mask counts positions from the first key. Queries of a KV cache are the last ones:
@@ -68,8 +73,28 @@ class BlockSparseAttention:
         missing = k.shape[1] - q.shape[1]
         if missing > 0:
             q = F.pad(q, (0, 0, 0, 0, missing, 0))
-        out = block_sparse_attention(q, k, v, self.mask(index, q.device), **options)
+        mask = self.attention.mask(self.index, q.device)
+        out = block_sparse_attention(q, k, v, mask, **options)
         return out[:, missing:] if missing > 0 else out
+
+    def packed(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, **options
+    ) -> Tensor:
+        """Self-attention within packed sequences (total, nheads, headdim), each under the pattern
+        from its own start."""
+        from flash_kernels import block_sparse_attention_varlen
+
+        return block_sparse_attention_varlen(
+            q,
+            k,
+            v,
+            self.attention.mask(self.index, q.device),
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_k=max_seqlen,
+            **options,
+        )
 
 
 def _build(pattern: Mapping[str, Any], seqlen: int, device: torch.device):

@@ -55,6 +55,33 @@ def test_generation_with_a_cache_equals_generation_without():
     assert torch.equal(*outs)
 
 
+@pytest.mark.parametrize("patterns", [[DENSE], [LOCAL, DENSE]])
+def test_bert_padded_and_packed(patterns):
+    """Under a pattern of all blocks equal to the dense model; under a narrow one to each other."""
+    from model.attention import pack, reference_attention
+    from model.bert import BERT
+
+    def make(attention):
+        torch.manual_seed(0)
+        return BERT(
+            vocab_size=61, dim=32, nheads=2, max_seqlen=40, depth=2, mlp_dim=64,
+            attention=attention,
+        )  # fmt: skip
+
+    ids = torch.randint(0, 61, (3, 40), generator=torch.Generator().manual_seed(1))
+    model, ids = on_device(make(BlockSparseAttention(DENSE, 40, layers=patterns)), ids)
+    lengths = torch.tensor([40, 7, 23], device=ids.device)
+    padded = pack(model.hidden(ids, lengths=lengths), lengths)[0]
+    tokens, cu_seqlens = pack(ids, lengths)
+    packed = model.hidden(tokens, cu_seqlens=cu_seqlens, max_seqlen=40)
+    torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-4)
+    dense, _ = on_device(make(reference_attention), ids)
+    expected = pack(dense.hidden(ids, lengths=lengths), lengths)[0]
+    assert torch.allclose(padded, expected, rtol=1e-4, atol=1e-4) == (patterns == [DENSE])
+    packed.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.blocks.parameters())
+
+
 def test_layer_attention_leaves_a_plain_function_alone():
     assert layer_attention(torch.add, 3) is torch.add
 
