@@ -15,8 +15,6 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Triton decides at decoration whether a kernel is compiled or interpreted.
 _IS_INTERPRETED = not isinstance(attention_forward_kernel, triton.JITFunction)
 
-_NO_BLOCKS = (*(None,) * 7, 0, 0)  # the operators' arguments without a block mask
-
 Window = tuple[int | None, int | None]
 Seed = int | Tensor | torch.Generator | None
 
@@ -172,10 +170,10 @@ def attend(
         alibi_slopes = checked_slopes(alibi_slopes, q, batch)
     if lengths_k is not None:
         lengths_k = _checked_lengths(lengths_k, q, batch)
-    seed = _seed_tensor(dropout_seed, q.device) if dropout_p > 0.0 else None
+    seed = seed_tensor(dropout_seed, q.device) if dropout_p > 0.0 else None
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
-    blocks = _NO_BLOCKS if block_mask is None else _block_arguments(block_mask)
+    blocks = operators.NO_BLOCKS if block_mask is None else _block_arguments(block_mask)
     return operators.attend(
         q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, seed, *blocks, max_seqlen_q,
         max_seqlen_k, softmax_scale, softcap, left, 0 if causal else right, dropout_p, kernel,
@@ -298,7 +296,7 @@ def _checked_lengths(lengths: Tensor, q: Tensor, batch: int) -> Tensor:
     return lengths.contiguous()
 
 
-def _seed_tensor(seed: Seed, device: torch.device) -> Tensor:
+def seed_tensor(seed: Seed, device: torch.device) -> Tensor:
     """int64 (1,) on the device, made without a host synchronisation."""
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device:

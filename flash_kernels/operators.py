@@ -22,6 +22,7 @@ from .portable.launch import Problem, WalkedMask
 _LIBRARY = torch.library.Library("flash_kernels", "DEF")
 _PLAIN = (Tensor, torch.nn.Parameter)
 
+NO_BLOCKS = (*(None,) * 7, 0, 0)  # the operators' arguments without a block mask
 _NUM_TENSORS = 15  # the leading arguments of attention_forward
 # What both operators take after their tensors; None in a window is unbounded.
 _OPTIONS = (
@@ -84,7 +85,7 @@ def _problem(
     )
 
 
-def _forward(q, k, v, *options) -> tuple[Tensor, Tensor]:
+def forward(q, k, v, *options) -> tuple[Tensor, Tensor]:
     *options, kernel, autotune = options
     problem = _problem(q, k, v, *options, autotune)
     if choose_family(problem, kernel, "forward") == "portable":
@@ -95,7 +96,7 @@ def _forward(q, k, v, *options) -> tuple[Tensor, Tensor]:
     return hopper_forward(problem)
 
 
-def _backward(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor]:
     *options, kernel, autotune = options
     problem = _problem(q, k, v, *options, autotune)
     if choose_family(problem, kernel, "backward") == "portable":
@@ -103,6 +104,17 @@ def _backward(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, 
     from .hopper.launch import attention_backward as hopper_backward
 
     return hopper_backward(problem, dout, dlse, out, lse)
+
+
+def dense_options(
+    q: Tensor, k: Tensor, seed: Tensor | None, softmax_scale: float, window_right: int | None,
+    dropout_p: float, kernel: str | None,
+) -> tuple:  # fmt: skip
+    """What forward and backward take after their tensors in a dense call without a block mask."""
+    return (
+        None, None, None, None, seed, *NO_BLOCKS, q.shape[1], k.shape[1], softmax_scale, 0.0, None,
+        window_right, dropout_p, kernel, False,
+    )  # fmt: skip
 
 
 def _decode(
@@ -156,8 +168,8 @@ def _assert(holds: Tensor, message: str, *values: Tensor) -> None:
 # CPU tensors reach the kernels only under Triton's interpreter; attention.py refuses them
 # otherwise.
 for _key in ("CUDA", "CPU"):
-    _LIBRARY.impl("attention_forward", _forward, _key)
-    _LIBRARY.impl("attention_backward", _backward, _key)
+    _LIBRARY.impl("attention_forward", forward, _key)
+    _LIBRARY.impl("attention_backward", backward, _key)
     _LIBRARY.impl("attention_decode", _decode, _key)
     _LIBRARY.impl("check_cache_lengths", _check_cache_lengths, _key)
     _LIBRARY.impl("check_cu_seqlens", _check_cu_seqlens, _key)
@@ -261,7 +273,7 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        output = _forward(*inputs)
+        output = forward(*inputs)
         _save_for_backward(ctx, inputs, output)
         return output
 
@@ -270,7 +282,7 @@ class _EagerAttention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if is_in_torch_dispatch_mode():
             return _differentiate(ctx, dout, dlse)
-        return _differentiate(ctx, dout, dlse, _backward)
+        return _differentiate(ctx, dout, dlse, backward)
 
 
 def attend(*inputs) -> tuple[Tensor, Tensor]:

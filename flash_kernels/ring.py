@@ -1,0 +1,215 @@
+"""Ring attention: exact attention over a sequence that is split over processes.
+
+Every process keeps its queries; keys and values travel once around the ring (Liu et al., arXiv
+2310.01889), a step of it beside the attention of the step before. The parts are joined by their
+log-sum-exps, and in the backward the kernels take the joint one, so that each part's gradients are
+those of the whole: memory stays that of one process's share.
+
+With a causal mask the shares are zigzag: of 2 * size chunks process r holds chunks r and
+2 * size - 1 - r, so that every process has the same work in every step.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from . import operators
+from .attention import Seed, autocast, check_kernel, check_qkv, seed_tensor
+
+
+def zigzag_positions(seqlen: int, rank: int, size: int) -> Tensor:
+    """Positions of process `rank`'s share of a causal sequence, int64 (seqlen / size,), rising.
+
+    Raises:
+        ValueError: seqlen is no multiple of 2 * size.
+    """
+    if seqlen % (2 * size):
+        raise ValueError(
+            f"a sequence on a ring of {size} must have a multiple of {2 * size} tokens, "
+            f"got {seqlen}"
+        )
+    chunks = torch.arange(seqlen).view(2 * size, -1)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Seed = None,
+    deterministic: bool = False,
+    kernel: str | None = None,
+) -> Tensor:
+    """flash_attention over the sequence that the processes of `group` hold together.
+
+    Args:
+        q: (batch, seqlen / size, nheads, headdim), float16, bfloat16 or float32: this process's
+            share, with causal the positions of zigzag_positions, else any.
+        k, v: (batch, seqlen / size, nheads_k, headdim), the same share.
+        group: None is all processes. All of them call at the same time with the same shapes.
+        causal, softmax_scale, dropout_p, deterministic, kernel: as in flash_attention.
+        dropout_seed: as in flash_attention, each process its own. The dropped probabilities depend
+            on how the sequence is split.
+
+    Returns:
+        (batch, seqlen / size, nheads, headdim), dtype of q. Its gradients are exact; a second
+        derivative is not served.
+
+    Raises:
+        ValueError: as flash_attention; q, k and v must have the same number of rows, with causal an
+            even one.
+    """
+    q, k, v = autocast(q, k, v)
+    check_qkv(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
+    if q.shape[1] != k.shape[1] or (causal and q.shape[1] % 2):
+        raise ValueError(
+            "q and k must have the same number of rows, with causal an even one, "
+            f"got {q.shape[1]} and {k.shape[1]}"
+        )
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
+    kernel = check_kernel(kernel, deterministic)
+    seed = seed_tensor(dropout_seed, q.device) if dropout_p > 0.0 else None
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    name = (group or dist.group.WORLD).group_name
+    return torch.ops.flash_kernels.ring_forward(
+        q, k, v, seed, name, causal, scale, dropout_p, kernel
+    )[0]
+
+
+class _Exchange:
+    """Tensors on their way to the next process, while those of the one before arrive."""
+
+    def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        after = dist.get_global_rank(group, (rank + 1) % size)
+        before = dist.get_global_rank(group, (rank - 1) % size)
+        self.sent = [tensor.contiguous() for tensor in tensors]
+        self.received = [torch.empty_like(tensor) for tensor in self.sent]
+        operations = [dist.P2POp(dist.isend, tensor, after, group) for tensor in self.sent]
+        operations += [dist.P2POp(dist.irecv, tensor, before, group) for tensor in self.received]
+        self.works = dist.batch_isend_irecv(operations)
+
+    def wait(self) -> list[Tensor]:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def _parts(rank: int, source: int, rows: int, causal: bool) -> tuple[slice, slice, bool]:
+    """(query rows, keys, whether causal) of the step that holds the keys of process `source`."""
+    everything = slice(0, rows)
+    if not causal or source == rank:
+        return everything, everything, causal
+    if source < rank:  # its first chunk is before both of ours, its second one behind
+        return everything, slice(0, rows // 2), False
+    return slice(rows // 2, rows), everything, False
+
+
+def _options(q: Tensor, k: Tensor, seed: Tensor | None, source: int, causal, scale, p, kernel):
+    """What the operators take after q, k and v. Every pair of processes has a dropout seed."""
+    seed = None if seed is None else seed + source
+    return operators.dense_options(q, k, seed, scale, 0 if causal else None, p, kernel)
+
+
+@torch.library.custom_op("flash_kernels::ring_forward", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, group: str, causal: bool,
+    softmax_scale: float, dropout_p: float, kernel: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out (batch, rows, nheads, headdim) and lse float32 (batch, nheads, rows)."""
+    ring = _resolve_process_group(group)
+    rank, size = dist.get_rank(ring), dist.get_world_size(ring)
+    total, total_lse = None, None
+    for step in range(size):
+        source = (rank - step) % size
+        coming = _Exchange([k, v], ring) if step + 1 < size else None
+        rows, cols, is_causal = _parts(rank, source, q.shape[1], causal)
+        q_part, k_part, v_part = q[:, rows], k[:, cols], v[:, cols]
+        options = _options(
+            q_part, k_part, seed, source, is_causal, softmax_scale, dropout_p, kernel
+        )
+        out, lse = operators.forward(q_part, k_part, v_part, *options)
+        if total is None:
+            total, total_lse = out.float(), lse
+        else:
+            # Views: the rows of this step. Every row has seen a key in the first one.
+            old, old_lse = total[:, rows], total_lse[:, :, rows]
+            joint = torch.logaddexp(old_lse, lse)
+            old.mul_(_by_row(old_lse - joint)).add_(out * _by_row(lse - joint))
+            old_lse.copy_(joint)
+        if coming is not None:
+            k, v = coming.wait()
+    return total.to(q.dtype), total_lse
+
+
+def _by_row(difference: Tensor) -> Tensor:
+    """exp of (batch, nheads, rows), to multiply (batch, rows, nheads, headdim)."""
+    return difference.exp().transpose(1, 2)[..., None]
+
+
+@_forward.register_fake
+def _(q, k, v, seed, group, causal, softmax_scale, dropout_p, kernel):
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    return q.new_empty(q.shape), lse
+
+
+@torch.library.custom_op("flash_kernels::ring_backward", mutates_args=())
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
+    group: str, causal: bool, softmax_scale: float, dropout_p: float, kernel: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv. The sums for dk and dv travel with their keys and come home at the end."""
+    ring = _resolve_process_group(group)
+    rank, size = dist.get_rank(ring), dist.get_world_size(ring)
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    arriving = None
+    for step in range(size):
+        source = (rank - step) % size
+        coming = _Exchange([k, v], ring) if step + 1 < size else None
+        rows, cols, is_causal = _parts(rank, source, q.shape[1], causal)
+        q_part, k_part, v_part = q[:, rows], k[:, cols], v[:, cols]
+        options = _options(
+            q_part, k_part, seed, source, is_causal, softmax_scale, dropout_p, kernel
+        )
+        gradients = operators.backward(
+            dout[:, rows], None, q_part, k_part, v_part, out[:, rows],
+            lse[:, :, rows].contiguous(), *options,
+        )  # fmt: skip
+        dq[:, rows] += gradients[0]
+        if arriving is None:
+            dkv = [torch.zeros(k.shape, dtype=torch.float32, device=k.device) for _ in range(2)]
+        else:
+            dkv = arriving.wait()
+        for total, part in zip(dkv, gradients[1:], strict=True):
+            total[:, cols] += part
+        arriving = _Exchange(dkv, ring)
+        if coming is not None:
+            k, v = coming.wait()
+    dk, dv = arriving.wait()
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+@_backward.register_fake
+def _(dout, q, k, v, out, lse, seed, group, causal, softmax_scale, dropout_p, kernel):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, seed, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, seed)
+
+
+def _differentiate(ctx, dout, dlse):
+    *tensors, seed = ctx.saved_tensors
+    gradients = torch.ops.flash_kernels.ring_backward(dout, *tensors, seed, *ctx.options)
+    return (*gradients, *(None,) * (1 + len(ctx.options)))
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,55 @@
+"""Ring attention: each process's share equals its part of the whole."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flash_kernels.ring import zigzag_positions
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_ring(size: int, folder: Path, cases: list[dict]) -> None:
+    script = ROOT / "tests/flash_kernels/ring_process.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(size), folder, json.dumps(cases)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_share_is_its_part_of_the_whole(size, tmp_path):
+    cases = [dict(causal=True, nheads_k=2, dropout_p=0.0)]
+    if size == 2:
+        cases += [
+            dict(causal=False, nheads_k=4, dropout_p=0.0),
+            dict(causal=True, nheads_k=4, dropout_p=0.3),
+        ]
+    run_ring(size, tmp_path, cases)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_zigzag_shares_are_a_partition_with_equal_work(size):
+    shares = [zigzag_positions(40, rank, size) for rank in range(size)]
+    assert torch.equal(torch.cat(shares).sort().values, torch.arange(40))
+    # Position p sees p + 1 keys.
+    assert len({int(share.sum()) for share in shares}) == 1
+    assert all((share.diff() > 0).all() for share in shares)
+
+
+def test_zigzag_needs_two_chunks_a_process():
+    with pytest.raises(ValueError, match="on a ring of 3 must have a multiple of 6 tokens, got 40"):
+        zigzag_positions(40, 0, 3)
