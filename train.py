@@ -31,6 +31,7 @@ from model.callbacks import StopAtTarget
 from model.checkpoint import AtomicCheckpointIO, Checkpoints, newest_best
 from model.classification_task import accuracy_interval
 from model.generation import generate
+from model.language_task import CausalLMTask
 from model.loggers import PatientWandbLogger
 from model.run import plan_run, record_run
 from model.task import say, step_seed
@@ -132,11 +133,18 @@ def build(cfg: DictConfig):
         plugins=[AtomicCheckpointIO()],
         logger=False,
     )
-    per_step = data.batch_tokens // data.seqlen
-    if per_step % trainer.world_size:
+    shared = cfg.context_parallel.size
+    if shared < 1 or trainer.world_size % shared:
+        raise ValueError(
+            f"context_parallel.size={shared} must divide the {trainer.world_size} devices"
+        )
+    data.processes_per_sample = shared
+    per_step, groups = data.batch_tokens // data.seqlen, trainer.world_size // shared
+    if per_step % groups:
         raise ValueError(
             f"data.batch_tokens={data.batch_tokens} is {per_step} sequences of {data.seqlen} "
-            f"tokens, which must divide among {trainer.world_size} devices"
+            f"tokens, which must divide among {groups} "
+            + ("devices" if shared == 1 else f"groups of {shared} devices")
         )
     if data.vocab_size > cfg.model.get("vocab_size", data.vocab_size):
         raise ValueError(
@@ -163,7 +171,11 @@ def build(cfg: DictConfig):
     torch.set_float32_matmul_precision("high")  # what autocast leaves in fp32 may use TF32
     torch.manual_seed(step_seed(cfg.seed, -1, 0))  # initial weights: the same on every rank
     task = instantiate(cfg.task)
-    task.micro_batch(per_step // trainer.world_size, data.seqlen)
+    if shared > 1:
+        if not isinstance(task, CausalLMTask):
+            raise ValueError("context_parallel splits the sequences of a GPT alone: set size=1")
+        task.split_sequences(shared, cfg.context_parallel.method, data.seqlen)
+    task.micro_batch(per_step // groups, data.seqlen // shared)
     task.make_optimizer(torch.nn.Linear(1, 1))  # refuses what the optimizer refuses
     if cfg.init_from is not None and run.ckpt_path is None:
         task.load_weights(cfg.init_from)

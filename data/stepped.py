@@ -34,6 +34,8 @@ class SteppedData(lightning.LightningDataModule):
     batch_size: int
     num_samples: int
     fingerprint: str
+    #: Neighbouring ranks that get the same samples, to take a share of each (context parallelism).
+    processes_per_sample: int = 1
 
     def __init__(self, *, seed: int, num_workers: int) -> None:
         super().__init__()
@@ -118,10 +120,11 @@ class SteppedData(lightning.LightningDataModule):
         self._resumed_fingerprint = state_dict["fingerprint"]
 
     def world(self) -> tuple[int, int]:
-        """(rank, number of processes)."""
+        """(rank, number of ranks) among those that get different samples."""
         if self.trainer is None:
             return 0, 1
-        return self.trainer.global_rank, self.trainer.world_size
+        shared = self.processes_per_sample
+        return self.trainer.global_rank // shared, self.trainer.world_size // shared
 
     def loader(self, dataset: Dataset, num_workers: int) -> DataLoader:
         on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"

@@ -113,12 +113,20 @@ class GPT(nn.Module):
             nn.init.normal_(block.mlp.down.weight, std=residual_std)
         self.embeddings.tokens.weight[self.vocab_size :].zero_()
 
-    def hidden(self, input_ids: Tensor, *, kv_cache: KVCache | None = None) -> Tensor:
+    def hidden(
+        self,
+        input_ids: Tensor,
+        *,
+        kv_cache: KVCache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Final hidden states, after the last norm: what logits() projects.
 
         Args:
             input_ids: (batch, seqlen) int64, in [0, vocab_size).
             kv_cache: holds the tokens before input_ids and receives these.
+            positions: (seqlen,) int64, where input_ids are a share of longer sequences
+                (model.context_parallel); without a kv_cache.
 
         Returns:
             (batch, seqlen, dim), float32 under autocast.
@@ -135,7 +143,7 @@ class GPT(nn.Module):
                 f"the context must be at most max_seqlen = {self.max_seqlen} tokens, got "
                 f"{first_position + seqlen}; shorten it or build the model with a larger max_seqlen"
             )
-        x = self.embeddings(input_ids, first_position=first_position)
+        x = self.embeddings(input_ids, first_position=first_position, positions=positions)
         for block in self.blocks:
             x = block(x, kv_cache=kv_cache)
         if kv_cache is not None:

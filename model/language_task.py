@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from model.bert import BERT
 from model.bert_loss import bert_loss, piece_of, with_host_counts
+from model.context_parallel import ContextParallel, split_sequences
 from model.loss import IGNORE, linear_next_token_loss
 from model.positions import EXTENSIONS
 from model.task import TrainingTask, say
@@ -99,6 +100,34 @@ class CausalLMTask(LanguageModelTask):
         others: see LanguageModelTask; what is compiled is the forward pass with its loss.
     """
 
+    _context: ContextParallel | None = None
+
+    def split_sequences(self, size: int, method: str, seqlen: int) -> None:
+        """Train on shares of sequences of `seqlen` tokens: see model.context_parallel."""
+        self._context = split_sequences(self.model, size, method, seqlen)
+        self._seqlen = seqlen
+
+    def setup(self, stage: str) -> None:
+        if self._context is not None:
+            self._context.connect()
+            self._share = self._context.positions(self._seqlen)
+
+    @functools.cached_property
+    def _positions(self) -> Tensor:
+        # On the device, but no buffer: DistributedDataParallel would give all ranks those of one.
+        return self._share.to(self.device)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self._context is None or not isinstance(batch, dict):
+            return batch
+        return {name: tokens[:, self._share] for name, tokens in batch.items()}
+
+    def work(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        work = super().work(batch)
+        if self._context is not None and self._context.rank > 0:
+            work["samples"].zero_()  # a sequence counts once
+        return work
+
     @functools.cached_property
     def _loss(self) -> Callable[[Tensor, Tensor], Tensor]:
         if not self._is_compiled:
@@ -108,8 +137,9 @@ class CausalLMTask(LanguageModelTask):
 
     def _plain_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Summed loss (float32) of one micro-batch."""
+        options = {} if self._context is None else {"positions": self._positions}
         return linear_next_token_loss(
-            self.model.hidden(input_ids),
+            self.model.hidden(input_ids, **options),
             self.model.head_weight,
             labels,
             vocab_size=self.model.vocab_size,

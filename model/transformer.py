@@ -36,12 +36,19 @@ class Embeddings(nn.Module):
         self.positions = nn.Embedding(max_seqlen, dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, input_ids: Tensor, *, first_position: int = 0) -> Tensor:
-        """input_ids (batch, seqlen) int64 -> (batch, seqlen, dim), dtype of the tables."""
-        end = first_position + input_ids.shape[1]
-        # A slice, not a look-up: its gradient needs no scatter.
-        positions = self.positions.weight[first_position:end]
-        return self.dropout(self.tokens(input_ids) + positions)
+    def forward(
+        self, input_ids: Tensor, *, first_position: int = 0, positions: Tensor | None = None
+    ) -> Tensor:
+        """input_ids (batch, seqlen) int64 -> (batch, seqlen, dim), dtype of the tables.
+
+        positions: int64 (seqlen,); None counts from first_position.
+        """
+        if positions is None:
+            # A slice, not a look-up: its gradient needs no scatter.
+            rows = self.positions.weight[first_position : first_position + input_ids.shape[1]]
+        else:
+            rows = self.positions(positions)
+        return self.dropout(self.tokens(input_ids) + rows)
 
 
 class MLP(nn.Module):

@@ -97,22 +97,37 @@ def test_stop_and_resume_equals_no_stop_bitwise(workplace):
     assert cut == whole
 
 
+LIKE_ONE = [
+    *("trainer.max_steps=4", "model.embd_dropout=0", "model.resid_dropout=0"),
+    *("model.attn_dropout=0", "task.micro_batch_tokens=64"),
+]
+
+
+@pytest.fixture(scope="module")
+def one_process(workplace):
+    """Losses of a run on one process."""
+    run(workplace, "run_name=one", *LIKE_ONE)
+    return [
+        [float(row[key]) for row in rows(workplace, "one") if row[key]]
+        for key in ("train/loss", "val/loss", "tokens")
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_train_like_one(workplace, strategy):
-    """Two micro-batches a step on each process, against one batch on one process."""
-    options = ["trainer.max_steps=4", "model.embd_dropout=0", "model.resid_dropout=0"]
-    options += ["model.attn_dropout=0", "task.micro_batch_tokens=64"]
-    one = f"one-for-{strategy}"
-    run(workplace, f"run_name={one}", *options)
-    options += [f"trainer={strategy}", "trainer.accelerator=cpu", "trainer.devices=2"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run(workplace, f"run_name={strategy}", *options, launcher=launcher)
-    losses = {
-        name: [float(row["train/loss"]) for row in rows(workplace, name)]
-        for name in (one, strategy)
-    }
-    assert losses[strategy] == pytest.approx(losses[one], rel=1e-5)
+@pytest.mark.parametrize(
+    "strategy,num_processes,context", [("ddp", 2, 1), ("ddp", 2, 2), ("fsdp", 4, 2)]
+)
+def test_several_processes_train_like_one(workplace, one_process, strategy, num_processes, context):
+    """In several micro-batches a step, and with each sequence on `context` processes."""
+    name = f"{strategy}-{num_processes}-{context}"
+    options = [f"run_name={name}", f"trainer={strategy}", "trainer.accelerator=cpu"]
+    options += [f"trainer.devices={num_processes}", f"context_parallel.size={context}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone"]
+    launcher += [f"--nproc-per-node={num_processes}"]
+    run(workplace, *LIKE_ONE, *options, launcher=launcher)
+    for key, expected in zip(("train/loss", "val/loss", "tokens"), one_process, strict=True):
+        found = [float(row[key]) for row in rows(workplace, name) if row[key]]
+        assert found == pytest.approx(expected, rel=1e-5), key
 
 
 @pytest.mark.slow

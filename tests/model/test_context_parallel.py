@@ -1,0 +1,67 @@
+"""Context parallelism on one process; tests/test_train.py has several."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from model.attention import sdpa_attention
+from model.bert import BERT
+from model.context_parallel import ContextParallel, split_sequences
+from model.gpt import GPT
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_gpt(nheads=4):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=50, dim=16 * nheads, nheads=nheads, depth=2, max_seqlen=32)
+    return GPT(**sizes, attention=sdpa_attention).eval()
+
+
+@torch.no_grad()
+def test_alone_a_process_has_the_whole_sequence(one_process):
+    model = make_gpt()
+    ids = torch.randint(0, 50, (2, 32), generator=torch.Generator().manual_seed(1))
+    expected = model.hidden(ids)
+    context = split_sequences(model, 1, "heads", 32)
+    context.connect()
+    positions = context.positions(32)
+    assert torch.equal(positions, torch.arange(32)) and context.rank == 0
+    torch.testing.assert_close(model.hidden(ids, positions=positions), expected)
+
+
+def test_groups_must_divide_the_processes(one_process):
+    with pytest.raises(ValueError, match="size=2 must divide the number of processes, 1"):
+        ContextParallel(2, "heads").connect()
+
+
+def test_a_ring_needs_our_kernels():
+    attention = ContextParallel(1, "ring").attention(sdpa_attention)
+    with pytest.raises(NotImplementedError, match="works with attention=flash: use method=heads"):
+        attention(*torch.zeros(3, 1, 4, 2, 8))
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ((0, "heads", 32), "size must be at least 1, got 0"),
+        ((2, "rows", 32), "must be one of heads, ring, got 'rows'"),
+        ((3, "heads", 33), "size=3 must divide the model's 4 heads; method=ring serves any"),
+        ((4, "heads", 30), "seqlen=30 must be a multiple of 4"),
+        ((4, "ring", 28), "seqlen=28 must be a multiple of 8"),
+    ],
+)
+def test_what_cannot_be_split_says_so(options, message):
+    with pytest.raises(ValueError, match=message):
+        split_sequences(make_gpt(), *options)
+
+
+def test_only_gpts_are_split():
+    bert = BERT(vocab_size=50, dim=32, nheads=4, depth=1, max_seqlen=32, mlp_dim=64)
+    with pytest.raises(ValueError, match="splits a GPT's sequences, got BERT"):
+        split_sequences(bert, 2, "heads", 32)
