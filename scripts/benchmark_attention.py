@@ -20,18 +20,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch._dynamo
 from rich.console import Console
 from rich.progress import track
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 from flash_kernels import flash_attention, flash_attention_varlen
 from model.run import environment
 from scripts.arguments import command_line
 from scripts.attention_tables import plot, render
-from scripts.timing import DIRECTIONS, compile_ahead, host_us, time_in_turns
+from scripts.timing import DIRECTIONS, compile_ahead, compiled_flex, host_us, time_in_turns
 
 OURS = ("flash_portable", "flash_hopper")
 SUITES = ("speed", "dropout", "packed", "paper", "host")
@@ -129,7 +128,7 @@ def make_forward(
             block_mask = create_block_mask(
                 lambda b, h, i, j: i >= j, None, None, case.seqlen, case.seqlen, device="cuda"
             )
-        return (lambda: _compiled_flex()(*heads_first, block_mask=block_mask)), leaves
+        return (lambda: compiled_flex()(*heads_first, block_mask=block_mask)), leaves
     backend = {
         "sdpa_flash2": SDPBackend.FLASH_ATTENTION,
         "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -143,16 +142,6 @@ def make_forward(
             )
 
     return sdpa, leaves
-
-
-_flex = None
-
-
-def _compiled_flex():
-    global _flex
-    if _flex is None:
-        _flex = torch.compile(flex_attention, dynamic=False)
-    return _flex
 
 
 def measure(case: Case, implementations: list[str]) -> list[dict]:
@@ -231,7 +220,6 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmark_attention needs a GPU, none is visible")
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    torch._dynamo.config.recompile_limit = 64  # FlexAttention compiles once a shape
     rows = []
     kernels = [suite for suite in args.suites if suite != "host"]
     jobs = [(suite, *job) for suite in kernels for job in cases_of(suite, args.quick)]

@@ -15,20 +15,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch._dynamo
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch.nn.attention.flex_attention import flex_attention
 
 from flash_kernels import BlockMask, block_patterns, block_sparse_attention, flash_attention
 from model.run import environment
 from scripts.arguments import command_line
-from scripts.timing import DIRECTIONS, compile_ahead, time_in_turns
+from scripts.timing import DIRECTIONS, compile_ahead, compiled_flex, time_in_turns
 
 BLOCK = 128
 SHAPES = ((32, 64), (16, 128))  # heads, headdim
-_flex = None
 
 
 @functools.cache
@@ -64,11 +61,8 @@ def make(impl: str, mask_arguments: tuple, batch: int, nheads: int, headdim: int
     if impl.startswith("block_sparse"):
         kernel = "portable" if impl.endswith("portable") else None
         return (lambda: block_sparse_attention(q, k, v, mask, kernel=kernel)), leaves
-    global _flex
-    if _flex is None:
-        _flex = torch.compile(flex_attention, dynamic=False)
     flex_mask, heads_first = mask.to_flex(), [t.transpose(1, 2) for t in leaves]
-    return (lambda: _flex(*heads_first, block_mask=flex_mask)), leaves
+    return (lambda: compiled_flex()(*heads_first, block_mask=flex_mask)), leaves
 
 
 def main() -> None:
@@ -82,7 +76,6 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmark_block_sparse needs a GPU, none is visible")
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    torch._dynamo.config.recompile_limit = 64  # FlexAttention compiles once a shape
     rows = []
     cases = [
         (nheads, headdim, mask_arguments)

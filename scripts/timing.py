@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import multiprocessing
 import os
 import statistics
@@ -9,8 +10,11 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch._dynamo
+import torch._functorch.config
 from rich.progress import track
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 DIRECTIONS = ("forward", "backward")
 _MEASURED_MS = 150.0  # time spent on one implementation and direction, about
@@ -39,6 +43,15 @@ class Contender:
             function()
         else:
             torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+@functools.cache
+def compiled_flex() -> Callable[..., Tensor]:
+    """FlexAttention as its documentation tells to use it, compiled once a shape."""
+    torch._dynamo.config.recompile_limit = 64
+    # A donated buffer is used up by one backward; here the same graph runs many.
+    torch._functorch.config.donated_buffer = False
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def compile_ahead(makers: list[Maker]) -> None:
