@@ -16,7 +16,7 @@ def param_groups(
     """Optimizer groups: matrices decay; biases, norms and embeddings do not.
 
     A weight shared by an embedding and a linear layer counts once, as an embedding. Frozen
-    parameters are left out. Order is by name, so optimizer states of two processes line up.
+    parameters are left out. Order is that of model.parameters(), by which checkpoints number them.
     decay_embeddings: embeddings decay too, as in BERT's recipes.
 
     Returns:
@@ -34,7 +34,7 @@ def param_groups(
         for param in module.parameters(recurse=False):
             if param.ndim < 2 or isinstance(module, exempt):
                 undecayed.add(id(param))
-    trainable = [p for _, p in sorted(model.named_parameters()) if p.requires_grad]
+    trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("the model must have a parameter with requires_grad=True, it has none")
     groups = [

@@ -190,8 +190,17 @@ class TrainingTask(LightningModule):
 
     def on_train_start(self) -> None:
         # A resumed optimizer brings the options it was saved with: the configured ones hold.
-        for group, options in zip(self.optimizers().param_groups, self._configured, strict=True):
+        optimizer = self.optimizers()
+        for group, options in zip(optimizer.param_groups, self._configured, strict=True):
             group.update(options)
+        for param, state in optimizer.state.items():
+            for name, value in state.items():
+                if value.dim() and value.shape != param.shape:
+                    raise ValueError(
+                        f"the checkpoint's optimizer state must be of this model: {name} has shape "
+                        f"{tuple(value.shape)}, its parameter {tuple(param.shape)}. Start a new "
+                        "run from the weights: init_from="
+                    )
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
         """One optimizer step.
@@ -267,6 +276,21 @@ class TrainingTask(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["model_config"] = dict(self.model.config)
+        if not isinstance(self.model, FSDPModule):
+            for state in checkpoint.get("optimizer_states", ()):
+                self._number_like_the_model(state)
+
+    def _number_like_the_model(self, state: dict) -> None:
+        """Number the parameters of an optimizer's state dict in the model's order, not in that of
+        the groups: FSDP2's strategy writes them so, and takes what it reads to be."""
+        places = {id(param): place for place, param in enumerate(self.parameters())}
+        groups = self.optimizers().param_groups
+        numbers = [[places[id(param)] for param in group["params"]] for group in groups]
+        old = [number for group in state["param_groups"] for number in group["params"]]
+        new = dict(zip(old, [number for group in numbers for number in group], strict=True))
+        state["state"] = {new[number]: entry for number, entry in state["state"].items()}
+        for group, own in zip(state["param_groups"], numbers, strict=True):
+            group["params"] = own
 
     def _summed(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """The values added over ranks, by one reduction a type."""

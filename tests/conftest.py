@@ -1,7 +1,12 @@
 """Without a GPU the kernels run in Triton's interpreter, asked for before they are decorated."""
 
+import csv
 import os
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -9,8 +14,66 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
 
+ROOT = Path(__file__).parents[1]
+SMALL = (
+    "model.depth=1 model.dim=32 model.nheads=2 data.seqlen=32 data.batch_tokens=256 "
+    "data.val_fraction=0.1 trainer.max_steps=12 trainer.val_check_interval=6 optimizer.lr=1e-2 "
+    "callbacks.metrics.every_n_steps=3 callbacks.checkpoints.every_n_steps=4 trainer=cpu "
+    "model.embd_dropout=0.1 sample_tokens=4 sample_prompt=The"
+).split()
+IMAGES = (  # Pathfinder, labels and a dense target, non-zero pixels
+    "experiment=lra_pathfinder recipe=fast trainer=cpu model.depth=1 model.dim=16 model.nheads=2 "
+    "model.mlp_dim=16 data.level=6 data.num_train=64 data.num_val=30 data.num_test=70 "
+    "data.batch_size=8 data.val_batch_size=4 data.num_workers=0 data.prepare_workers=0 "
+    "task.micro_batch_size=4 trainer.max_steps=4 trainer.val_check_interval=2 "
+    "callbacks.metrics.every_n_steps=2"
+).split()
+SENTENCES = "The whale swims. The ship sails. The sailor sings of whales and of ships. "
+
 
 def pytest_collection_modifyitems(items):
     """Files with slow tests first, or one process would end on them while the others idle."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+class Workplace:
+    """A folder with a small corpus, from which train.py runs as a user calls it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "text").mkdir()
+        for number in range(40):
+            (folder / f"text/{number}.txt").write_text(SENTENCES * (3 + number % 5))
+
+    def run(self, *overrides: str, code: int = 0, launcher=(), images: bool = False) -> str:
+        """Standard output of train.py, or its errors if it has to end with another code."""
+        process = self.start(*overrides, launcher=launcher, images=images)
+        out, error = process.communicate()
+        assert process.returncode == code, out + error
+        return out if code == 0 else error
+
+    def start(self, *overrides: str, launcher=(), images: bool = False) -> subprocess.Popen:
+        replaced = {override.split("=")[0] for override in overrides}
+        defaults = IMAGES if images else [*SMALL, f"data.source={self.folder}/text"]
+        defaults = [*defaults, f"data.root={self.folder}/data"]
+        defaults = [default for default in defaults if default.split("=")[0] not in replaced]
+        paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+        return subprocess.Popen(
+            [sys.executable, *launcher, str(ROOT / "train.py"), *overrides, *defaults],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+
+    def rows(self, name: str) -> list[dict[str, str]]:
+        """metrics.csv of a run."""
+        with (self.folder / "outputs/runs" / name / "metrics.csv").open(newline="") as file:
+            return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Workplace:
+    return Workplace(tmp_path_factory.mktemp("work"))

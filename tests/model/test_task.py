@@ -133,6 +133,30 @@ def test_stop_and_resume_equals_no_stop_bitwise(tmp_path, stop):
         assert torch.equal(weights(second)[name], value), name
 
 
+def test_a_checkpoint_numbers_optimizer_states_in_the_order_of_the_model(tmp_path):
+    """As FSDP2's strategy writes and reads them: the groups have another order."""
+    task = make_task(max_steps=1)
+    fit(task, tmp_path)
+    checkpoint = torch.load(newest_intact(tmp_path), weights_only=True)
+    (optimizer,) = checkpoint["optimizer_states"]
+    assert sorted(n for group in optimizer["param_groups"] for n in group["params"]) != [
+        n for group in optimizer["param_groups"] for n in group["params"]
+    ]
+    for number, param in enumerate(task.model.parameters()):
+        assert optimizer["state"][number]["exp_avg"].shape == param.shape
+
+
+def test_optimizer_states_of_another_model_are_refused(tmp_path):
+    fit(make_task(max_steps=2), tmp_path, stop=1)
+    checkpoint = torch.load(newest_intact(tmp_path), weights_only=True)
+    checkpoint["optimizer_states"][0]["param_groups"][1]["params"].reverse()
+    path = tmp_path / "other/other.ckpt"
+    path.parent.mkdir()
+    torch.save(checkpoint, path)
+    with pytest.raises(ValueError, match="must be of this model: exp_avg has shape"):
+        fit(make_task(max_steps=2), tmp_path / "new", ckpt_path=path)
+
+
 def test_dropout_masks_differ_by_step_and_rank():
     seeds = {step_seed(s, step, rank) for s in (1, 2) for step in range(50) for rank in range(8)}
     assert len(seeds) == 2 * 50 * 8 and all(0 <= seed < 2**63 for seed in seeds)

@@ -1,0 +1,100 @@
+"""train.py on several processes: the run of one, whatever the strategy, also after an interruption.
+
+Processes of one machine over gloo.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+EXACT = [
+    *("model.embd_dropout=0", "model.resid_dropout=0", "model.attn_dropout=0"),
+    *("task.max_steps=6", "task.micro_batch_tokens=64"),
+]
+SHOWN = ("step", "tokens", "train/loss", "val/loss")
+
+
+def launcher(num_processes: int, *options: str) -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", *options]
+    return [*torchrun, f"--nproc-per-node={num_processes}"]
+
+
+def on_cpu(strategy: str, num_processes: int, context: int = 1) -> list[str]:
+    options = [f"trainer={strategy}", "trainer.accelerator=cpu", f"trainer.devices={num_processes}"]
+    return [*options, f"context_parallel.size={context}"]
+
+
+def shown(workplace, name: str) -> list[list[float]]:
+    """The columns SHOWN of a run's metrics, without empty cells."""
+    rows = workplace.rows(name)
+    return [[float(row[key]) for row in rows if row[key]] for key in SHOWN]
+
+
+@pytest.fixture(scope="module")
+def one_process(workplace):
+    workplace.run("run_name=one", *EXACT, "trainer.max_steps=6")
+    return shown(workplace, "one")
+
+
+def assert_like(found: list[list[float]], expected: list[list[float]]) -> None:
+    """The columns of `found`, the first ones of SHOWN."""
+    for key, a, b in zip(SHOWN, found, expected, strict=False):
+        assert a == pytest.approx(b, rel=1e-5), key
+
+
+def test_two_processes_train_like_one(workplace, one_process):
+    """Two micro-batches a step on each, against four on one."""
+    options = [*on_cpu("ddp", 2), "trainer.max_steps=6"]
+    workplace.run("run_name=ddp", *EXACT, *options, launcher=launcher(2))
+    assert_like(shown(workplace, "ddp"), one_process)
+
+
+def test_a_run_goes_on_with_other_processes(workplace, one_process):
+    """Two steps on one, two on four under FSDP2, two on two; of several, two share a sequence."""
+    name = "run_name=elastic"
+    workplace.run(name, *EXACT, "trainer.max_steps=2")
+    options = [*on_cpu("fsdp", 4, context=2), "trainer.max_steps=4", "resume=auto"]
+    workplace.run(name, *EXACT, *options, launcher=launcher(4))
+    options = [*on_cpu("ddp", 2, context=2), "trainer.max_steps=6", "resume=auto"]
+    workplace.run(name, *EXACT, *options, launcher=launcher(2))
+    found = shown(workplace, "elastic")
+    assert_like(found[:3], one_process[:3])
+    # Each part ended with a validation.
+    assert found[3][-1] == pytest.approx(one_process[3][-1], rel=1e-5)
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                status = (folder / "stat").read_text()
+            except OSError:  # it has ended
+                continue
+            if int(status.rpartition(")")[2].split()[1]) == pid:
+                found.append(int(folder.name))
+    return found
+
+
+def test_a_killed_process_is_said_and_the_run_restarts(workplace):
+    steps = 120
+    options = [f"trainer.max_steps={steps}", f"trainer.val_check_interval={steps}"]
+    options += ["callbacks.checkpoints.every_n_steps=10", "resume=auto"]
+    torchrun = launcher(2, "--max-restarts=1")
+    process = workplace.start("run_name=killed", *options, *on_cpu("ddp", 2), launcher=torchrun)
+    checkpoints = workplace.folder / "outputs/runs/killed/checkpoints"
+    deadline = time.monotonic() + 120
+    while not (checkpoints / "step-00000020.ckpt").exists():
+        assert time.monotonic() < deadline and process.poll() is None, "no checkpoint came"
+        time.sleep(0.02)
+    os.kill(children(process.pid)[-1], signal.SIGKILL)
+    killed = time.monotonic()
+    out, error = process.communicate(timeout=180)
+    assert process.returncode == 0, error
+    assert "exitcode: -9" in error and time.monotonic() - killed < 90
+    numbers = [int(row["step"]) for row in workplace.rows("killed") if row["train/loss"]]
+    assert numbers == list(range(1, steps + 1))
