@@ -59,7 +59,7 @@ def check_backward(kernel: dict) -> None:
     for loop in kernel["loops"]:
         assert loop["products"] == 32, kernel  # of 16 columns: S^T, dP^T, dv, dq and dk
         assert loop["products_at_end"] == (24 if kernel["headdim"] <= 64 else 16), kernel
-        assert loop["spills"] <= (40 if has_dropout else 16), kernel
+        assert loop["spills"] <= (40 if has_dropout else 24), kernel
 
 
 def check_each(kernels: list[dict]) -> None:
@@ -67,16 +67,10 @@ def check_each(kernels: list[dict]) -> None:
         (check_forward if kernel["direction"] == "forward" else check_backward)(kernel)
 
 
-def test_main_cases():
-    """GPT-2 trains with them; the rest is slow."""
-    check_each(
-        compile_cases([("forward", 64, "bf16", ["causal"]), ("backward", 64, "bf16", ["causal"])])
-    )
-
-
 # Every tile of launch.py, with the options that take the most registers.
 CASES = [
     (64, "bf16", []),
+    (64, "bf16", ["causal"]),
     (64, "fp16", ["causal", "dropout"]),
     (64, "bf16", ["varlen", "window", "dropout"]),
     (64, "bf16", ["tokens", "causal"]),
@@ -89,9 +83,10 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_every_tile(direction):
-    check_each(compile_cases([(direction, *case) for case in CASES]))
+def test_every_tile():
+    check_each(
+        compile_cases([(direction, *c) for direction in ("forward", "backward") for c in CASES])
+    )
 
 
 @pytest.mark.parametrize(
