@@ -80,10 +80,10 @@ def test_keys_of_unlisted_blocks_are_never_read():
     assert torch.equal(block_sparse_attention(q, k, v, mask), expected)
 
 
-@pytest.mark.parametrize("mask_batch,mask_heads", [(1, 4), (2, 1), (2, 4)])
+@pytest.mark.parametrize("mask_batch,mask_heads", [(1, 2), (2, 1), (2, 2)])
 def test_one_mask_per_sequence_and_head_with_grouped_keys(mask_batch, mask_heads):
     blocks = random_blocks(mask_batch, mask_heads, 3, 3)
-    check(blocks, nheads=4, nheads_k=2, batch=2, causal=True, dropout_p=0.2, dropout_seed=1)
+    check(blocks, nheads=2, nheads_k=1, batch=2, causal=True, dropout_p=0.2, dropout_seed=1)
 
 
 @pytest.mark.parametrize("causal", [False, True])
