@@ -174,8 +174,11 @@ def build(cfg: DictConfig):
     if shared > 1:
         if not isinstance(task, CausalLMTask):
             raise ValueError("context_parallel splits the sequences of a GPT alone: set size=1")
+        if len(data.contexts) > 1:
+            raise ValueError("context_parallel trains at one context: data.context_warmup=null")
         task.split_sequences(shared, cfg.context_parallel.method, data.seqlen)
-    task.micro_batch(per_step // groups, data.seqlen // shared)
+    for seqlen in data.contexts:
+        task.micro_batch(data.batch_tokens // seqlen // groups, seqlen // shared)
     task.make_optimizer(torch.nn.Linear(1, 1))  # refuses what the optimizer refuses
     if cfg.init_from is not None and run.ckpt_path is None:
         task.load_weights(cfg.init_from)

@@ -2,7 +2,8 @@
 
 Window w of the training split has inputs [w * seqlen, w * seqlen + seqlen) and labels one further:
 windows do not overlap, and attention crosses document ends, as in the paper's data module
-(end-of-text tokens mark them). Each epoch takes every window once; see data.order.
+(end-of-text tokens mark them). Each epoch takes every window once; see data.order. Where the
+context grows during the run, the windows are those of the final one; see data.context_warmup.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from data.context_warmup import ContextWarmup
+from data.order import sample_ids
 from data.prepare import SPLIT_SEED, prepare, store_folder
 from data.sources import open_source
 from data.stepped import IGNORED_LABEL, Batch, MakeStep, SteppedData
@@ -29,6 +32,7 @@ class CausalLMData(SteppedData):
     The train loader never ends and has no length. One item is this process's share of one optimizer
     step: `input_ids` and `labels`, each (batch_tokens / seqlen / world_size, seqlen) int64, labels
     already shifted. The order depends on `seed` alone: not on workers, processes or batch_tokens.
+    In a stage of context_warmup sequences are shorter, and as many more.
 
     The validation loader gives each held-out token as a label exactly once over all processes, in
     order. All its batches have the same shape: what is missing at the end is padding with label
@@ -39,6 +43,9 @@ class CausalLMData(SteppedData):
             or the folder of a finished token store.
         seqlen: tokens of a window.
         batch_tokens: tokens of one optimizer step over all processes; a multiple of seqlen.
+        context_warmup: [context, until] of each stage before that of seqlen, for instance
+            [[1024, 0.7]]: 1,024 tokens for the first 70 % of the run. None: seqlen throughout.
+        max_steps: optimizer steps of the run, which the shares of context_warmup are of.
         val_batch_tokens: tokens of one validation forward of one process; at least one window.
         val_tokens_limit: use only the first so many held-out tokens; None uses all.
         val_fraction, split_seed: how documents are held out, see data.prepare.prepare.
@@ -59,6 +66,8 @@ class CausalLMData(SteppedData):
         source: str = "embedded",
         seqlen: int,
         batch_tokens: int,
+        context_warmup: list | None = None,
+        max_steps: int | None = None,
         val_batch_tokens: int = 16384,
         val_tokens_limit: int | None = None,
         val_fraction: float | None = None,
@@ -87,6 +96,9 @@ class CausalLMData(SteppedData):
             raise ValueError(f"val_tokens_limit must be at least 1, got {val_tokens_limit}")
         if val_fraction is not None and not 0 <= val_fraction < 1:
             raise ValueError(f"val_fraction must be in [0, 1), got {val_fraction}")
+        self._warmup = None
+        if context_warmup is not None:
+            self._warmup = ContextWarmup.planned(context_warmup, seqlen=seqlen, max_steps=max_steps)
         self.seqlen = seqlen
         self.batch_tokens = batch_tokens
         self.batch_size = batch_tokens // seqlen
@@ -138,8 +150,20 @@ class CausalLMData(SteppedData):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies tokens and their order: equal fingerprints continue each other's positions."""
-        return f"{self.store.fingerprint}-seqlen{self.seqlen}-seed{self._seed}"
+        """Identifies tokens and their order: equal fingerprints continue each other's positions.
+
+        A step of a warm-up has other tokens where the stages or the batch are other ones.
+        """
+        order = f"{self.store.fingerprint}-seqlen{self.seqlen}-seed{self._seed}"
+        if self._warmup is None or self.position >= self._warmup.first_steps[-1] * self.batch_size:
+            return order
+        stages = zip(self._warmup.contexts, self._warmup.first_steps, strict=True)
+        plan = "-".join(f"{context}from{first}" for context, first in stages)
+        return f"{order}-batch{self.batch_size}-{plan}"
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        return super().contexts if self._warmup is None else self._warmup.contexts
 
     def prepare_data(self) -> None:
         """Make the store if it is missing. Called on one process of each machine."""
@@ -174,7 +198,16 @@ class CausalLMData(SteppedData):
             )
 
     def train_batch(self) -> MakeStep:
-        return partial(next_token_batch, self.store, self.seqlen)
+        if self._warmup is None:
+            return partial(next_token_batch, self.store, self.seqlen)
+        return partial(
+            warmup_batch,
+            self.store,
+            self._warmup,
+            batch_size=self.batch_size,
+            seed=self._seed,
+            num_samples=self.num_samples,
+        )
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
         """Empty if nothing is held out."""
@@ -215,7 +248,36 @@ def next_token_batch(
     store: TokenStore, seqlen: int, ids: np.ndarray, positions: np.ndarray
 ) -> Batch:
     """Inputs and labels of windows `ids` of the training split, each (n, seqlen)."""
-    rows = np.stack([store.train.read(int(i) * seqlen, seqlen + 1) for i in ids])
+    return _sequences(store, seqlen, [int(i) * seqlen for i in ids])
+
+
+def warmup_batch(
+    store: TokenStore,
+    warmup: ContextWarmup,
+    ids: np.ndarray,
+    positions: np.ndarray,
+    *,
+    batch_size: int,
+    seed: int,
+    num_samples: int,
+) -> Batch:
+    """As next_token_batch, at the context of the step that `positions` are in: the same places of
+    the batches that `warmup.cut` names, one piece of each window."""
+    step, place = divmod(int(positions[0]), batch_size)
+    seqlen, starts = warmup.seqlen(step), []
+    for other, piece in warmup.cut(step):
+        if other != step:
+            start = other * batch_size + place
+            windows = sample_ids(start, len(ids), seed=seed, num_samples=num_samples)
+        else:
+            windows = ids
+        starts += [int(w) * warmup.contexts[-1] + piece * seqlen for w in windows]
+    return _sequences(store, seqlen, starts)
+
+
+def _sequences(store: TokenStore, seqlen: int, starts: list[int]) -> Batch:
+    """Inputs and labels of seqlen tokens from each of `starts` on, (n, seqlen)."""
+    rows = np.stack([store.train.read(start, seqlen + 1) for start in starts])
     return {
         "input_ids": torch.from_numpy(rows[:, :-1].copy()),
         "labels": torch.from_numpy(rows[:, 1:].copy()),

@@ -26,11 +26,13 @@ MakeHeldOut = Callable[[np.ndarray], Batch]
 class SteppedData(lightning.LightningDataModule):
     """Base of the data modules.
 
-    A subclass has `batch_size` (samples of an optimizer step over all processes), `num_samples` (of
-    one epoch) and `fingerprint` (equal for equal samples in equal order), and says in `train_batch`
-    what a batch is. The order depends on `seed` alone: not on workers, processes or batch_size.
+    A subclass has `seqlen` (of the longest samples), `batch_size` (samples of an optimizer step
+    over all processes), `num_samples` (of one epoch) and `fingerprint` (equal for equal samples in
+    equal order), and says in `train_batch` what a batch is. The order depends on `seed` alone: not
+    on workers, processes or batch_size.
     """
 
+    seqlen: int
     batch_size: int
     num_samples: int
     fingerprint: str
@@ -50,6 +52,11 @@ class SteppedData(lightning.LightningDataModule):
     def train_batch(self) -> MakeStep:
         """What makes a training batch; workers get a pickled copy."""
         raise NotImplementedError
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Tokens of a training sequence, in each stage of the run."""
+        return (self.seqlen,)
 
     @property
     def position(self) -> int:

@@ -118,6 +118,8 @@ class Metrics(Callback):
         seconds = max(now - self._interval_start, 1e-9)
         last |= {f"{kind}_per_s": work[kind] / seconds for kind in ("tokens", "samples")}
         last["seconds"] = now - self._began
+        if getattr(task, "context", None):  # of the steps of the interval, which all have one
+            last["context"] = task.context
         if self._peak:
             for kind, number in task.flops(work).items():
                 last[f"mfu_{kind}"] = number / (seconds * self._peak * trainer.world_size)

@@ -25,6 +25,7 @@ from model.gpt import GPT
 from model.hf import strip_prefixes
 
 MANIFEST = "manifest.json"
+POSITION_TABLE = "embeddings.positions.weight"  # of GPT and BERT, in their state dicts
 
 
 class _HashingFile:
@@ -161,7 +162,8 @@ def read_checkpoint(path: Path) -> tuple[str, dict, dict[str, Tensor]]:
     """What a checkpoint holds of its model, on the CPU.
 
     Returns:
-        The model's kind ("GPT", "BERT" or "classifier"), its configuration, its state dict.
+        The model's kind ("GPT", "BERT" or "classifier"), its configuration, its state dict. In the
+        middle of a context warm-up: those of a model of the context that it was trained at.
     """
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     config = checkpoint.get("model_config")
@@ -170,7 +172,11 @@ def read_checkpoint(path: Path) -> tuple[str, dict, dict[str, Tensor]]:
     # Each has an option that no other has.
     kinds = {"num_classes": "classifier", "num_segments": "BERT", "inverse_layer_scale": "GPT"}
     kind = next(kind for option, kind in kinds.items() if option in config)
-    return kind, config, strip_prefixes(checkpoint["state_dict"])
+    state = strip_prefixes(checkpoint["state_dict"])
+    if (context := checkpoint.get("context")) is not None:
+        config = {**config, "max_seqlen": context}
+        state[POSITION_TABLE] = state[POSITION_TABLE][:context]
+    return kind, config, state
 
 
 def load_run(

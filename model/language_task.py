@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from model.bert import BERT
 from model.bert_loss import bert_loss, piece_of, with_host_counts
 from model.context_parallel import ContextParallel, split_sequences
 from model.loss import IGNORE, linear_next_token_loss
-from model.positions import EXTENSIONS
+from model.positions import EXTENSIONS, extend_in_place
 from model.task import TrainingTask, say
 from model.warm_start import load_into
 
@@ -25,8 +26,9 @@ class LanguageModelTask(TrainingTask):
         micro_batch_tokens: tokens of one forward and backward on one device, padding included.
         loss_chunk_tokens: tokens whose logits exist at once.
         compile: compile with torch.compile.
-        extend_positions: how the position table of weights to start from grows to the model's:
-            "tile" or "interpolate" (model.positions.extend_positions).
+        extend_positions: how a position table grows, that of weights to start from to the model's
+            or that of a context warm-up: "tile" or "interpolate"
+            (model.positions.extend_positions).
         optimizer, max_steps, warmup_fraction, decay, final_lr_fraction, grad_clip, seed: see
             TrainingTask.
 
@@ -92,15 +94,59 @@ class LanguageModelTask(TrainingTask):
 
 
 class CausalLMTask(LanguageModelTask):
-    """Next-token training of a GPT.
+    """Next-token training of a GPT, whose context may grow during the run.
+
+    The position table has the rows of the final context from the start, so that strategies and
+    compiled code see the same parameters throughout. A batch of `context` tokens trains the first
+    `context` rows, and the others get no gradient. Where a longer batch comes, its rows are made
+    from those, and so are the optimizer's moments of the table: rows that start with none would
+    take steps several times too large, as Adam's correction of young averages counts the steps of
+    the whole table. Validation, always at the final context, borrows rows made in the same way.
 
     Args:
         model: a model.gpt.GPT, or what offers the same hidden(), head_weight, vocab_size and
             config, from which a checkpoint rebuilds it.
+        final_context: tokens of a training sequence at the end of the run, and of validation. Until
+            then a checkpoint counts as a model of the context that it was trained at. None: the
+            length of training sequences does not change.
         others: see LanguageModelTask; what is compiled is the forward pass with its loss.
     """
 
     _context: ContextParallel | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Callable[[nn.Module], Optimizer],
+        *,
+        max_steps: int,
+        warmup_fraction: float = 0.01,
+        decay: str = "linear",
+        final_lr_fraction: float = 0.0,
+        grad_clip: float | None = 1.0,
+        micro_batch_tokens: int = 65536,
+        loss_chunk_tokens: int = 8192,
+        compile: bool = False,
+        extend_positions: str = "tile",
+        final_context: int | None = None,
+        seed: int = 1111,
+    ):
+        super().__init__(
+            model,
+            optimizer,
+            max_steps=max_steps,
+            warmup_fraction=warmup_fraction,
+            decay=decay,
+            final_lr_fraction=final_lr_fraction,
+            grad_clip=grad_clip,
+            micro_batch_tokens=micro_batch_tokens,
+            loss_chunk_tokens=loss_chunk_tokens,
+            compile=compile,
+            extend_positions=extend_positions,
+            seed=seed,
+        )
+        self.final_context = final_context
+        self.context: int | None = None  # of the last training step
 
     def split_sequences(self, size: int, method: str, seqlen: int) -> None:
         """Train on shares of sequences of `seqlen` tokens: see model.context_parallel."""
@@ -132,7 +178,7 @@ class CausalLMTask(LanguageModelTask):
     def _loss(self) -> Callable[[Tensor, Tensor], Tensor]:
         if not self._is_compiled:
             return self._plain_loss
-        # Shapes do not change during a run: dynamic=False keeps the kernels specialized to them.
+        # Shapes change with the stage of a run at most: kernels are specialized to each.
         return torch.compile(self._plain_loss, dynamic=False)
 
     def _plain_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -154,6 +200,68 @@ class CausalLMTask(LanguageModelTask):
 
     def derived(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"ppl": means["loss"].exp()}
+
+    @property
+    def _in_warmup(self) -> bool:
+        return self.context is not None and self.context < (self.final_context or 0)
+
+    def _position_table(self) -> Tensor:
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # what a forward pass gathered is a copy
+        return self.model.embeddings.positions.weight
+
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        seqlen = batch["input_ids"].shape[-1]
+        if self._context is not None:  # a share of it
+            seqlen *= self._context.size
+        if self._in_warmup and seqlen != self.context:
+            clocks = [c for c in self.trainer.callbacks if hasattr(c, "pause_clock")]
+            for clock in clocks:  # an interval of speed has one context
+                clock.pause_clock(self)
+            self._grow(seqlen)
+            for clock in clocks:
+                clock.resume_clock()
+        self.context = seqlen
+
+    def _grow(self, seqlen: int) -> None:
+        """Take more rows of the position table into use."""
+        if seqlen < self.context:
+            raise ValueError(
+                f"the context of a run must not shrink, from {self.context} to {seqlen} at step "
+                f"{self.global_step}"
+            )
+        table = self._position_table()
+        state = self.optimizers(use_pl_optimizer=False).state.get(table, {})
+        moments = [t for t in state.values() if isinstance(t, Tensor) and t.shape == table.shape]
+        for tensor in (table, *moments):
+            extend_in_place(tensor, self.context, seqlen, self.extend_positions)
+        say(
+            f"step {self.global_step}: context {self.context:,} -> {seqlen:,} tokens, positions: "
+            f"{self.extend_positions}"
+        )
+
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        self._own_positions = None
+        if self._in_warmup:
+            table = self._position_table()
+            self._own_positions = table.detach().clone()
+            extend_in_place(table, self.context, self.final_context, self.extend_positions)
+
+    def on_validation_epoch_end(self) -> None:
+        if self._own_positions is not None:
+            with torch.no_grad():
+                self._position_table().copy_(self._own_positions)
+            self._own_positions = None
+        super().on_validation_epoch_end()
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if self._in_warmup:
+            checkpoint["context"] = self.context
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        self.context = checkpoint.get("context")
 
 
 class MaskedLMTask(LanguageModelTask):

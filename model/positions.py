@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
 #: How a learned table grows, see extend_positions.
@@ -187,3 +188,18 @@ def extend_positions(table: Tensor, max_seqlen: int, how: str = "tile") -> Tenso
     columns = table.float().T[None]  # (1, dim, seqlen)
     stretched = F.interpolate(columns, max_seqlen, mode="linear", align_corners=True)
     return stretched[0].T.to(table.dtype)
+
+
+@torch.no_grad()
+def extend_in_place(table: Tensor, seqlen: int, max_seqlen: int, how: str = "tile") -> None:
+    """Make the first max_seqlen rows of a table from its first seqlen ones; see extend_positions.
+
+    Args:
+        table: (at least max_seqlen, dim); what a process holds of it may be a shard (DTensor).
+    """
+    whole = table.full_tensor() if isinstance(table, DTensor) else table
+    rows = extend_positions(whole[:seqlen], max_seqlen, how)
+    whole = torch.cat([rows, whole[max_seqlen:]])
+    if isinstance(table, DTensor):
+        whole = distribute_tensor(whole, table.device_mesh, table.placements)
+    table.copy_(whole)

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from model.bert import BERT
 from model.bert_files import read_bert
-from model.checkpoint import find_checkpoint, read_checkpoint
+from model.checkpoint import POSITION_TABLE, find_checkpoint, read_checkpoint
 from model.gpt import GPT
 from model.hf import read_gpt2
 from model.positions import extend_positions
 
 _RUNS = Path("outputs/runs")
-_POSITIONS = "embeddings.positions.weight"
 _VOCABULARY = ("embeddings.tokens.weight", "mlm.bias")  # a row a token, then padding rows
 _HEADS = ("pooler.", "mlm.", "nsp.")
 # Options of a model that need not be the checkpoint's.
@@ -60,9 +59,9 @@ def load_into(
             padding = rows.new_zeros(shapes[name][0] - len(rows), *rows.shape[1:])
             state[name] = torch.cat([rows, padding])
     offset = config.get("position_offset", 0)
-    table = state[_POSITIONS]
+    table = state[POSITION_TABLE]
     longer = extend_positions(table[offset:], model.max_seqlen, how)
-    state[_POSITIONS] = torch.cat([table[:offset], longer])
+    state[POSITION_TABLE] = torch.cat([table[:offset], longer])
 
     differences = [
         f"{name} is {config.get(name)!r} in the checkpoint and {value!r} in the model"

@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
 import train
+from data.context_warmup import ContextWarmup
 from model.block_sparse import PATTERNS
 from model.gpt import GPT
 from model.hf import export_gpt2
@@ -22,6 +23,8 @@ PAPER = {  # experiment: (depth, dim, nheads, seqlen, peak lr), PAPER table 4 an
     "gpt2_4k": (12, 768, 12, 4096, 6e-4),
     "gpt2_8k": (12, 768, 12, 8192, 6e-4),
     "gpt2_16k": (12, 768, 12, 16384, 6e-4),
+    "gpt2_4k_warmup": (12, 768, 12, 4096, 6e-4),
+    "gpt2_16k_warmup": (12, 768, 12, 16384, 6e-4),
     "gpt2_medium_1k": (24, 1024, 16, 1024, 1.5e-4),
 }
 
@@ -158,6 +161,17 @@ def test_experiment_states_the_recipe_of_the_paper(experiment):
     assert model.inverse_layer_scale and cfg.seed == 1111
 
 
+@pytest.mark.parametrize(
+    "experiment, first_steps",
+    [("gpt2_4k_warmup", (0, 280_000)), ("gpt2_16k_warmup", (0, 280_000, 360_000))],
+)
+def test_warmup_trains_at_1k_for_70_percent_of_the_tokens(experiment, first_steps):
+    data = composed(f"experiment={experiment}").data
+    options = {"seqlen": data.seqlen, "max_steps": data.max_steps}
+    warmup = ContextWarmup.planned(data.context_warmup, **options)
+    assert warmup.first_steps == first_steps and warmup.contexts[0] == 1024
+
+
 @pytest.mark.parametrize("experiment", BERT)
 def test_experiment_states_the_published_recipe_of_bert(experiment):
     cfg = composed(f"experiment={experiment}")
@@ -277,6 +291,8 @@ def test_later_overrides_win():
         (["trainer.precision=16-mixed"], "must be auto, bf16-mixed or 32-true"),
         (["optimizer.lr=-1.0"], "Invalid learning rate: -1.0"),
         (["task.extend_positions=repeat"], "must be one of tile, interpolate, got 'repeat'"),
+        (["data.context_warmup=[[96,0.5]]"], "must rise and divide seqlen=128, got .96."),
+        (["data.context_warmup=[[8,0.5]]", "task.micro_batch_tokens=384"], "micro-batches of 48"),
         (["resume=always"], "resume must be null or auto, got 'always'"),
         (["+model.vocab_size=100"], "model.vocab_size=100 must be at least 50257"),
     ],
