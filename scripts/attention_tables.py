@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-_NAMES = {
+IMPLEMENTATION_NAMES = {
     "flash_portable": "ours, portable",
     "flash_hopper": "ours, Hopper",
     "sdpa_flash2": "FlashAttention-2 (SDPA)",
@@ -16,21 +16,19 @@ _NAMES = {
 }
 
 
-def speed_markdown(record: dict) -> str:
-    """The suite "speed" as Markdown, without the unfused rows; the fastest of a case in bold."""
+def speed_table(record: dict) -> tuple[list[str], list[list[str]]]:
+    """(Header, rows) of the suite "speed" without the unfused rows; the fastest of a case is
+    **bold**."""
     rows = [row for row in record["rows"] if row["suite"] == "speed"]
     cells = {
         (r["headdim"], r["causal"], r["seqlen"], r["impl"], r["direction"]): r["tflops"]
         for r in rows
     }
-    names = [name for name in _NAMES if any(key[3] == name for key in cells)]
-    lines = [
-        "| forward / backward, TFLOP/s | " + " | ".join(_NAMES[name] for name in names) + " |",
-        "| --- |" + " --- |" * len(names),
-    ]
+    names = [name for name in IMPLEMENTATION_NAMES if any(key[3] == name for key in cells)]
+    header = ["forward / backward, TFLOP/s", *(IMPLEMENTATION_NAMES[name] for name in names)]
+    lines = []
     for headdim, causal, seqlen in dict.fromkeys(key[:3] for key in cells):
-        label = f"headdim {headdim}, {'causal' if causal else 'full'}, {seqlen:,}"
-        shown = []
+        shown = [f"headdim {headdim}, {'causal' if causal else 'full'}, {seqlen:,}"]
         for impl in names:
             numbers = []
             for direction in ("forward", "backward"):
@@ -42,8 +40,8 @@ def speed_markdown(record: dict) -> str:
                 text = "-" if value is None else f"{value:.0f}"
                 numbers.append(f"**{text}**" if value == best else text)
             shown.append(" / ".join(numbers))
-        lines.append(f"| {label} | " + " | ".join(shown) + " |")
-    return "\n".join(lines)
+        lines.append(shown)
+    return header, lines
 
 
 def render(record: dict, console: Console) -> None:

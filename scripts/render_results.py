@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from scripts.attention_tables import speed_markdown
+from scripts.attention_tables import speed_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "scripts" / "results"
@@ -70,7 +70,7 @@ def benchmark_attention(record: dict) -> str:
         "**Attention alone**: bf16, 16,384 tokens, 32 heads of 64 or 16 heads of 128; only visible "
         "pairs count as work, the backward 2.5 forwards."
     )
-    return "\n\n".join([title, speed_markdown(record), origin(record)])
+    return "\n\n".join([title, table(*speed_table(record)), origin(record)])
 
 
 SECTIONS = {"benchmark_attention": benchmark_attention, "compare_attention": compare_attention}

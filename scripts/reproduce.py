@@ -6,7 +6,7 @@
     python -m scripts.reproduce table4       what it says, and the commands that train its rows
 
 table9 to table20 are runtimes, table21 memory, at batch 16, 8 heads of 64, fp16, from 128 to 65,536
-tokens; table2 and table4 train for days and are not run here. Machines differ, so what is compared
+tokens; table1 to table6 train for days and are not run here. Machines differ, so what is compared
 is a ratio: PyTorch's unfused attention over ours, with the paper's own. A stopped measurement
 continues where it was when started again.
 """
@@ -27,12 +27,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from flash_kernels import BlockMask, block_sparse_attention, flash_attention
 from model.run import environment
 from scripts.arguments import command_line
-from scripts.paper_numbers import MEMORY_MB, RUNTIME_MS, RUNTIME_TABLES, SEQLENS, TRAINING
+from scripts.paper_numbers import (
+    MEMORY_MB,
+    NO_COMMAND,
+    RUNTIME_MS,
+    RUNTIME_TABLES,
+    SEQLENS,
+    TRAINING,
+    verdict,
+)
 from scripts.timing import time_in_turns
 
 BATCH, NHEADS, HEADDIM, DROPOUT, PADDING = 16, 8, 64, 0.1, 20
 IMPLEMENTATIONS = ("pytorch", "flash", "block_sparse")
-_WITHIN = 0.1  # a ratio this close to the paper's counts as reproduced
 _LONGEST_UNFUSED = 8192
 
 
@@ -112,17 +119,6 @@ def measure_memory(seqlen: int) -> dict:
     return row
 
 
-def verdict(ours: float | None, paper: float | None) -> str:
-    """Of the factor by which an implementation beats PyTorch's, ours against the paper's."""
-    if ours is None:
-        return "not measured: PyTorch's attention does not fit or would take minutes"
-    if paper is None:
-        return "no ratio in the paper (out of memory)"
-    if ours >= paper * (1 + _WITHIN):
-        return "better"
-    return "reproduced" if ours >= paper * (1 - _WITHIN) else "worse"
-
-
 def show(name: str, rows: list[dict], console: Console) -> list[dict]:
     """Print the table; the verdicts as rows for the record."""
     is_memory = name == "table21"
@@ -169,8 +165,10 @@ def main() -> None:
     args = parser.parse_args()
     console = Console(width=130)
     if args.name in TRAINING:
-        for row, command in TRAINING[args.name].items():
-            print(f"{row}\n    not run: trains for days; {command}")
+        for row in TRAINING[args.name]:
+            paper = ", ".join(f"{what} {number}" for what, number in row.paper.items())
+            why = f"trains for hours to weeks; {row.command}" if row.command else NO_COMMAND
+            print(f"{row.name}: {paper or 'no number in the paper'}\n    not run: {why}")
         return
     if not torch.cuda.is_available():
         raise SystemExit(f"{args.name} needs a GPU, none is visible")

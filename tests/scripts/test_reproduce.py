@@ -40,7 +40,7 @@ def test_combined_times_of_flash_are_the_sum_of_both_directions():
      (1.5, 2.0, "worse"), (None, 2.0, "not measured"), (2.0, None, "no ratio in the paper")],
 )  # fmt: skip
 def test_verdict(ours, paper, word):
-    assert reproduce.verdict(ours, paper).startswith(word)
+    assert paper_numbers.verdict(ours, paper).startswith(word)
 
 
 def test_show_compares_ratios_with_the_paper():

@@ -1,0 +1,348 @@
+"""What a report says of each kind of record under scripts/results/: text, tables, plots."""
+
+from collections import defaultdict
+
+from scripts.attention_tables import IMPLEMENTATION_NAMES, speed_table
+from scripts.paper_numbers import (
+    MEMORY_MB,
+    OPTION_NAMES,
+    RUNTIME_MS,
+    RUNTIME_TABLES,
+    SEQLENS,
+    TRAINING,
+    verdict,
+)
+from scripts.report_page import Section, Table
+from scripts.svg_plot import Plot
+
+_COLOURS = {name: i for i, name in enumerate(IMPLEMENTATION_NAMES.values())}
+_PAPER_TOKENS = 400_000 * 524_288  # of the paper's GPT-2 runs: steps, tokens of a step
+_TITLES = {"pytorch": "PyTorch", "flash": "flash", "block_sparse": "block-sparse"}
+_PAPER_NAMES = {"sdpa_math": "pytorch", "flash_portable": "flash", "flash_hopper": "flash"}
+
+
+def section_of(record: dict) -> Section:
+    """One record; of a kind that is not known its rows as they are."""
+    rows = record["rows"]
+    title = record["name"].replace("_", " ")
+    make = next((f for fits, f in _KINDS if any(fits(record, row) for row in rows)), plain_blocks)
+    return Section(title[:1].upper() + title[1:], make(record), facts_of(record))
+
+
+def facts_of(record: dict) -> dict[str, str]:
+    """How and where a record was made."""
+    hardware, versions = record["hardware"], record["versions"]
+    gpus = hardware["gpus"]
+    machine = f"{len(gpus)} x {gpus[0]}" if gpus else f"CPU, {hardware['machine']}"
+    revision = (record.get("git_revision") or "not recorded")[:12]
+    facts = {
+        "command": f"`{record['command']}`",
+        "date": record["date"][:16].replace("T", " ") + " UTC",
+        "hardware": machine + (f", CUDA {hardware['cuda']}" if gpus else ""),
+        "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
+        "revision": revision + (" with changes" if record.get("git_dirty") else ""),
+    }
+    if record.get("settings"):
+        facts["settings"] = ", ".join(f"{k} {_plain(v)}" for k, v in record["settings"].items())
+    return facts
+
+
+def attention_blocks(record: dict) -> list:
+    """Speed against rivals, the paper's own benchmark with its numbers, the other suites."""
+    suites = defaultdict(list)
+    for row in record["rows"]:
+        suites[row["suite"]].append(row)
+    blocks = []
+    for suite, rows in suites.items():
+        if suite == "speed":
+            header, cells = speed_table(record)
+            blocks.append(Table(header, cells, "Attention alone, the fastest of a case in bold"))
+            blocks += _speed_plots(rows)
+        elif suite == "paper":
+            blocks += _paper_suite(rows)
+        elif suite == "host":
+            cells = [[r["impl"], r["direction"], f"{r['host_us']:.0f}"] for r in rows]
+            blocks.append(Table(["", "direction", "us of the host a call"], cells, "Host time"))
+        else:
+            blocks.append(_suite_table(suite, rows))
+    return blocks
+
+
+def _speed_plots(rows: list[dict]) -> list[Plot]:
+    plots = []
+    for headdim, causal, direction in dict.fromkeys(
+        (r["headdim"], r["causal"], r["direction"]) for r in rows
+    ):
+        lines = defaultdict(list)
+        for row in rows:
+            same = (row["headdim"], row["causal"], row["direction"]) == (headdim, causal, direction)
+            if same and row["tflops"] and row["impl"] in IMPLEMENTATION_NAMES:
+                lines[IMPLEMENTATION_NAMES[row["impl"]]].append((row["seqlen"], row["tflops"]))
+        title = f"{direction}, headdim {headdim}, {'causal' if causal else 'full'}"
+        lines = {name: sorted(line) for name, line in lines.items()}
+        if lines:
+            plots.append(Plot(title, "tokens", "TFLOP/s", lines, colours=_COLOURS))
+    return plots
+
+
+def _suite_table(suite: str, rows: list[dict]) -> Table:
+    """forward / backward TFLOP/s, a case a row."""
+    names = list(dict.fromkeys(row["impl"] for row in rows))
+    cells = defaultdict(dict)
+    for row in rows:
+        case = f"headdim {row['headdim']}, {'causal' if row['causal'] else 'full'}, "
+        case += f"{row['seqlen']:,}" + ", packed" * row["packed"] + ", padded" * row["padded"]
+        case += f", dropout {row['dropout_p']}" if row["dropout_p"] else ""
+        cells[case][row["impl"], row["direction"]] = row["tflops"]
+    table = [
+        [case, *(_pair(found.get((n, "forward")), found.get((n, "backward"))) for n in names)]
+        for case, found in cells.items()
+    ]
+    header = ["forward / backward, TFLOP/s", *(IMPLEMENTATION_NAMES.get(n, n) for n in names)]
+    return Table(header, table, f"Suite {suite}")
+
+
+def _paper_suite(rows: list[dict]) -> list:
+    """Tables 9 to 21 as far as the suite measures them: ours beside the paper's, and ratios."""
+    blocks = [
+        "The paper's benchmark (appendix E.6: batch 16, 8 heads of 64, fp16) was run on an A100 of "
+        "40 GB. Machines differ, so a verdict compares ratios: PyTorch's unfused attention over "
+        "ours, here and in the paper."
+    ]
+    for options in dict.fromkeys((r["dropout_p"] > 0, r["padded"]) for r in rows):
+        same = [r for r in rows if (r["dropout_p"] > 0, r["padded"]) == options]
+        for name, (table_options, direction) in RUNTIME_TABLES.items():
+            if table_options != options or direction == "both":
+                continue
+            here = _by_seqlen([r for r in same if r["direction"] == direction], "ms")
+            if not here:
+                continue
+            blocks.append(
+                _beside(name, direction, options, here, RUNTIME_MS[options][direction], "ms")
+            )
+            lines = defaultdict(list)
+            for seqlen, found in here.items():
+                for impl, ms in found.items():
+                    lines[f"{_TITLES[impl]}, here"].append((seqlen, ms))
+            for impl in ("pytorch", "flash"):
+                numbers = zip(SEQLENS, RUNTIME_MS[options][direction][impl], strict=True)
+                lines[f"{_TITLES[impl]}, paper"] = [(n, ms) for n, ms in numbers if ms]
+            title = f"{_table_name(name)}: {direction}"
+            blocks.append(Plot(title, "tokens", "ms", dict(lines), log_y=True))
+        memory = _by_seqlen([r for r in same if r.get("peak_gib")], "peak_gib", 2**30 / 1e6)
+        if memory:
+            blocks.append(_beside("table21", "memory", (False, False), memory, MEMORY_MB, "MB"))
+    return blocks
+
+
+def _by_seqlen(rows: list[dict], key: str, factor: float = 1.0) -> dict[int, dict[str, float]]:
+    found = defaultdict(dict)
+    for row in rows:
+        if row["impl"] in _PAPER_NAMES and row[key]:
+            impl, value = _PAPER_NAMES[row["impl"]], row[key] * factor
+            found[row["seqlen"]][impl] = min(value, found[row["seqlen"]].get(impl, value))
+    return found
+
+
+def _beside(name: str, what: str, options: tuple, here: dict, paper: dict, unit: str) -> Table:
+    """A table of the paper with ours in it."""
+    rows = []
+    for seqlen, found in here.items():
+        printed = {impl: paper[impl][SEQLENS.index(seqlen)] for impl in ("pytorch", "flash")}
+        ours, theirs = (
+            numbers["pytorch"] / numbers["flash"]
+            if numbers.get("pytorch") and numbers.get("flash")
+            else None
+            for numbers in (found, printed)
+        )
+        is_measured = {"pytorch", "flash"} <= found.keys()
+        word = verdict(ours, theirs) if is_measured else "PyTorch's is not measured"
+        numbers = [printed["pytorch"], printed["flash"], found.get("pytorch"), found.get("flash")]
+        rows.append([f"{seqlen:,}", *map(_number, [*numbers, theirs, ours]), word])
+    header = ["tokens", f"PyTorch, paper, {unit}", f"flash, paper, {unit}"]
+    header += [f"PyTorch, here, {unit}", f"flash, here, {unit}", "ratio, paper", "ratio, here", ""]
+    return Table(header, rows, f"{_table_name(name)}: {what}, {OPTION_NAMES[options]}")
+
+
+def reproduced_blocks(record: dict) -> list:
+    """A table that scripts.reproduce measured, a verdict a row."""
+    name = record["name"].removeprefix("reproduce_")
+    rows = record["rows"]
+    unit = rows[0]["unit"]
+    cells = [
+        [
+            f"{r['seqlen']:,} {_TITLES[r['impl']]}",
+            *map(_number, (r["paper"], r["here"], r["paper_ratio"], r["here_ratio"])),
+            r["verdict"],
+        ]
+        for r in rows
+    ]
+    header = ["tokens", f"paper, {unit}", f"here, {unit}"]
+    header += ["PyTorch / it, paper", "PyTorch / it, here", ""]
+    lines = defaultdict(list)
+    for r in rows:
+        for where in ("here", "paper"):
+            if r[where]:
+                lines[f"{_TITLES[r['impl']]}, {where}"].append((r["seqlen"], r[where]))
+    title = _table_name(name)
+    return [Table(header, cells, title), Plot(title, "tokens", unit, dict(lines), log_y=True)]
+
+
+def block_sparse_blocks(record: dict) -> list:
+    """Time against the density of the mask."""
+    cells, plots = [], defaultdict(lambda: defaultdict(list))
+    for row in record["rows"]:
+        if row.get("ms") is None or not row.get("density"):
+            continue
+        impl = IMPLEMENTATION_NAMES.get(row["impl"], row["impl"].replace("_", " "))
+        case = f"{row['direction']}, headdim {row['headdim']}, {row['seqlen']:,} tokens"
+        ratio = row.get("times_proportional")
+        cells.append(
+            [f"{case}, {row['pattern']}", impl, f"{row['density']:.4f}", _number(row["ms"]),
+             _number(ratio)]
+        )  # fmt: skip
+        if row["pattern"] != "butterfly":
+            plots[case][impl].append((row["density"], row["ms"]))
+    header = ["", "", "density", "ms", "x proportional"]
+    lines = [
+        Plot(case, "density of the mask", "ms", {k: sorted(v) for k, v in found.items()}, True)
+        for case, found in plots.items()
+    ]
+    return [*lines, Table(header, cells, "1 x proportional: time falls as the work does")]
+
+
+def training_blocks(record: dict) -> list:
+    """Speed of training runs, and the days that the paper's number of tokens would take."""
+    days = {
+        "gpt2_" + row.name[:2].lower(): row.paper["days"]
+        for row in TRAINING["table4"]
+        if "days" in row.paper
+    }
+    days["gpt2_medium_1k"] = TRAINING["table2"][3].paper["days"]
+    cells = []
+    for row in (r for r in record["rows"] if r.get("tokens_per_s")):
+        projected = _PAPER_TOKENS / row["tokens_per_s"] / 86400
+        paper = days.get(row["model"])
+        cells.append(
+            [
+                f"{row['model']}, {row.get('attention', row.get('impl', ''))}",
+                f"{row['tokens_per_s']:,.0f}",
+                " / ".join(f"{row[k]:.1%}" if row.get(k) else "-" for k in _MFU),
+                _number(row.get("peak_gib")),
+                *(f"{row[k]:.4f}" if row.get(k) else "-" for k in ("first_loss", "last_loss")),
+                f"{projected:.1f}",
+                f"{8 * paper:.1f}" if paper else "-",
+            ]
+        )
+    header = ["run", "tokens/s", "MFU full / causal", "peak GiB", "first loss", "last loss"]
+    header += ["GPU-days of the paper's run, at this rate", "A100-days, paper"]
+    caption = "Training; the paper's run is 400,000 steps of 524,288 tokens (tables 2 and 4)"
+    blocks = [Table(header, cells, caption)]
+    for curve in record.get("loss_curves", []):
+        ours, noise = curve["flash_to_sdpa"], curve["sdpa_to_sdpa_other_order"]
+        word = "within" if curve["flash_within_noise"] else "**not within**"
+        blocks.append(
+            f"{curve['model']}: flash is {ours['mean_abs']:.5f} nats from SDPA on average over the "
+            f"steps, SDPA with another order of sums {noise['mean_abs']:.5f} from itself: {word} "
+            "rounding."
+        )
+    return blocks
+
+
+def accuracy_blocks(record: dict) -> list:
+    """Accuracies with their interval, beside tables 3 and 6."""
+    paper = {
+        row.name: row.paper.get("accuracy, %") for t in ("table3", "table6") for row in TRAINING[t]
+    }
+    cells = []
+    for row in record["rows"]:
+        task = row["task"].removeprefix("lra_")
+        title = next((n for n in paper if n.lower() == f"{task}, flashattention"), None)
+        title = title or next((n for n in paper if n.lower().replace("-", "").startswith(f"{task},")
+                               and "flash" in n.lower()), None)  # fmt: skip
+        ci95 = f" +- {row['ci95']:.1%}" if row.get("ci95") else ""
+        cells.append(
+            [
+                row["task"],
+                f"{row.get('recipe', '-')}, {row.get('supervision', '-')}",
+                f"{row['accuracy']:.1%}{ci95}",
+                f"{row['floor']:.1%}" if row.get("floor") else "-",
+                f"{paper[title]:.1f}%" if title else "-",
+                _number(row.get("minutes")),
+            ]
+        )
+    header = ["task", "recipe, supervision", "accuracy", "floor", "paper", "minutes"]
+    return [Table(header, cells, "Accuracy, its 95 % interval, and what a shortcut reaches")]
+
+
+def perplexity_blocks(record: dict) -> list:
+    """Perplexity against context, beside table 4."""
+    paper = {
+        int(row.name[0]) * 1024: row.paper["perplexity"]
+        for row in TRAINING["table4"]
+        if "perplexity" in row.paper
+    }
+    cells, lines = [], defaultdict(lambda: defaultdict(list))
+    for row in record["rows"]:
+        schedule = row.get("schedule") or "throughout"
+        kind = "throughout" if schedule in ("throughout", str(row["seqlen"])) else "warm-up"
+        same = row.get("same_target_ppl") or row["val_ppl"]
+        lines[kind][row["seqlen"]].append(same)
+        cells.append(
+            [f"{row['model']}, {row['seqlen']:,}", schedule, str(row.get("seed", "-")),
+             f"{row['tokens']:,}", f"{row['val_ppl']:.2f}", f"{same:.2f}",
+             _number(paper.get(row["seqlen"])), _number(row.get("seconds"))]
+        )  # fmt: skip
+    means = {
+        kind: sorted((seqlen, sum(v) / len(v)) for seqlen, v in found.items())
+        for kind, found in lines.items()
+    }
+    header = ["run", "schedule of contexts", "seed", "tokens", "perplexity", "on equal targets"]
+    header += ["paper, OpenWebText", "seconds"]
+    title = "Perplexity on equal targets, mean of seeds"
+    return [
+        Table(header, cells, "Perplexity against context (the paper's table 4: 18.2 to 17.5)"),
+        Plot(title, "context, tokens", "perplexity", means),
+    ]
+
+
+def plain_blocks(record: dict) -> list:
+    """Every field of every row."""
+    columns = list(dict.fromkeys(key for row in record["rows"] for key in row))
+    cells = [[_plain(row.get(column)) for column in columns] for row in record["rows"]]
+    return [Table(columns, cells)] if cells else ["The record has no rows."]
+
+
+_MFU = ("mfu_full", "mfu_causal")
+# What a kind of record is known by, in the order in which they are tried.
+_KINDS = [
+    (lambda record, row: record["name"].startswith("reproduce_") and "verdict" in row,
+     reproduced_blocks),
+    (lambda record, row: "suite" in row, attention_blocks),
+    (lambda record, row: "times_proportional" in row, block_sparse_blocks),
+    (lambda record, row: "val_ppl" in row, perplexity_blocks),
+    (lambda record, row: "accuracy" in row and "task" in row, accuracy_blocks),
+    (lambda record, row: "tokens_per_s" in row, training_blocks),
+]  # fmt: skip
+
+
+def _table_name(name: str) -> str:
+    return name.replace("table", "Table ").replace("figure", "Figure ")
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _pair(forward: float | None, backward: float | None) -> str:
+    return " / ".join("-" if v is None else f"{v:.0f}" for v in (forward, backward))
+
+
+def _plain(value) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_plain, value)) or "none"
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
