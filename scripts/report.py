@@ -17,7 +17,7 @@ from pathlib import Path
 from scripts.paper_numbers import OVERVIEW
 from scripts.render_results import RESULTS
 from scripts.report_page import Section, Table, anchor, html_page, markdown_page
-from scripts.report_sections import section_of
+from scripts.report_sections import section_of, trained_section
 
 TITLE = "FlashAttention, reproduced: the results"
 _FIELDS = ("name", "command", "date", "hardware", "versions", "rows")
@@ -76,7 +76,7 @@ def build(records: list[dict]) -> tuple[str, list[Section]]:
         "(FlashAttention, arXiv 2205.14135). Each section ends with the command that made it; "
         "this page comes from `python -m scripts.report`."
     )
-    return lead, [overview(records), *map(section_of, records)]
+    return lead, [overview(records), *map(section_of, records), trained_section(records)]
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ from scripts.paper_numbers import (
 )
 from scripts.report_page import Section, Table
 from scripts.svg_plot import Plot
+from scripts.trained_tables import PAPER_TOKENS, results
 
 _COLOURS = {name: i for i, name in enumerate(IMPLEMENTATION_NAMES.values())}
-_PAPER_TOKENS = 400_000 * 524_288  # of the paper's GPT-2 runs: steps, tokens of a step
 _TITLES = {"pytorch": "PyTorch", "flash": "flash", "block_sparse": "block-sparse"}
 _PAPER_NAMES = {"sdpa_math": "pytorch", "flash_portable": "flash", "flash_hopper": "flash"}
 
@@ -27,6 +27,18 @@ def section_of(record: dict) -> Section:
     title = record["name"].replace("_", " ")
     make = next((f for fits, f in _KINDS if any(fits(record, row) for row in rows)), plain_blocks)
     return Section(title[:1].upper() + title[1:], make(record), facts_of(record))
+
+
+def trained_section(records: list[dict]) -> Section:
+    """Tables 1 to 6, row by row."""
+    blocks = []
+    for name in TRAINING:
+        cells = []
+        for row, here, word in results(name, records):
+            paper = ", ".join(f"{what} {number:g}" for what, number in row.paper.items())
+            cells.append([row.name, paper or "-", here or "-", word])
+        blocks.append(Table(["", "paper", "here", "verdict"], cells, _table_name(name)))
+    return Section("Tables that need training", blocks)
 
 
 def facts_of(record: dict) -> dict[str, str]:
@@ -221,7 +233,7 @@ def training_blocks(record: dict) -> list:
     days["gpt2_medium_1k"] = TRAINING["table2"][3].paper["days"]
     cells = []
     for row in (r for r in record["rows"] if r.get("tokens_per_s")):
-        projected = _PAPER_TOKENS / row["tokens_per_s"] / 86400
+        projected = PAPER_TOKENS / row["tokens_per_s"] / 86400
         paper = days.get(row["model"])
         cells.append(
             [
@@ -302,7 +314,32 @@ def perplexity_blocks(record: dict) -> list:
     title = "Perplexity on equal targets, mean of seeds"
     return [
         Table(header, cells, "Perplexity against context (the paper's table 4: 18.2 to 17.5)"),
-        Plot(title, "context, tokens", "perplexity", means),
+        Plot(title, "context, tokens", "perplexity", means, from_zero=False),
+        *_perplexity_curves(record["rows"]),
+    ]
+
+
+def _perplexity_curves(rows: list[dict]) -> list[Plot]:
+    """Of the first seed of each schedule, without the first quarter, which would flatten all."""
+    curves = {}
+    for row in rows:
+        curve = row.get("curve") or []
+        name = f"{row['seqlen']:,}" + " warm-up" * (
+            row.get("schedule", "throughout") != "throughout"
+        )
+        if curve:
+            curves.setdefault(name, [tuple(point) for point in curve[len(curve) // 4 :]])
+    kinds = [n for n in curves if "warm-up" not in n], [n for n in curves if "warm-up" in n]
+    return [
+        Plot(
+            "Perplexity while training" + ", with a warm-up" * is_warmup,
+            "tokens",
+            "perplexity",
+            {name: curves[name] for name in names},
+            from_zero=False,
+        )
+        for is_warmup, names in enumerate(kinds)
+        if names
     ]
 
 

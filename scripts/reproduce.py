@@ -6,9 +6,11 @@
     python -m scripts.reproduce table4       what it says, and the commands that train its rows
 
 table9 to table20 are runtimes, table21 memory, at batch 16, 8 heads of 64, fp16, from 128 to 65,536
-tokens; table1 to table6 train for days and are not run here. Machines differ, so what is compared
-is a ratio: PyTorch's unfused attention over ours, with the paper's own. A stopped measurement
-continues where it was when started again.
+tokens. Machines differ, so what is compared is a ratio: PyTorch's unfused attention over ours, with
+the paper's own. A stopped measurement continues where it was when started again. figure1 and
+figure2 time the attention of GPT-2 medium; figure3 is table20 and table21 as curves. table1 to
+table6 train for hours to weeks: shown are the paper's numbers, what the records under
+scripts/results and outputs hold of them, and the commands that train them.
 """
 
 import argparse
@@ -28,8 +30,8 @@ from flash_kernels import BlockMask, block_sparse_attention, flash_attention
 from model.run import environment
 from scripts.arguments import command_line
 from scripts.paper_numbers import (
+    FIGURES,
     MEMORY_MB,
-    NO_COMMAND,
     RUNTIME_MS,
     RUNTIME_TABLES,
     SEQLENS,
@@ -37,10 +39,14 @@ from scripts.paper_numbers import (
     verdict,
 )
 from scripts.timing import time_in_turns
+from scripts.trained_tables import results
 
 BATCH, NHEADS, HEADDIM, DROPOUT, PADDING = 16, 8, 64, 0.1, 20
 IMPLEMENTATIONS = ("pytorch", "flash", "block_sparse")
 _LONGEST_UNFUSED = 8192
+# Attention of GPT-2 medium, of which figures 1 and 2 tell.
+GPT2_SEQLEN, GPT2_SHAPE = 1024, dict(batch=64, nheads=16, causal=True)
+RECORDS = (Path(__file__).parent / "results", Path("outputs"))  # of tables that are trained
 
 
 def paper_mask(seqlen: int) -> BlockMask:
@@ -53,10 +59,20 @@ def paper_mask(seqlen: int) -> BlockMask:
     return BlockMask.from_dense(distance < visible, 128, 128, seqlen_q=seqlen, seqlen_k=seqlen)
 
 
-def make(impl: str, seqlen: int, has_dropout: bool, is_padded: bool, seed: int):
+def make(
+    impl: str,
+    seqlen: int,
+    has_dropout: bool,
+    is_padded: bool,
+    seed: int,
+    *,
+    batch: int = BATCH,
+    nheads: int = NHEADS,
+    causal: bool = False,
+):
     """(function that computes the output, q, k and v): what scripts.timing times."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    shape = (BATCH, seqlen, NHEADS, HEADDIM)
+    shape = (batch, seqlen, nheads, HEADDIM)
     q, k, v = leaves = [
         torch.randn(shape, generator=generator, device="cuda").half().requires_grad_()
         for _ in range(3)
@@ -64,9 +80,9 @@ def make(impl: str, seqlen: int, has_dropout: bool, is_padded: bool, seed: int):
     dropout_p, lengths = DROPOUT if has_dropout else 0.0, None
     if is_padded:
         lengths = torch.randint(
-            seqlen - PADDING, seqlen + 1, (BATCH,), generator=generator, device="cuda"
+            seqlen - PADDING, seqlen + 1, (batch,), generator=generator, device="cuda"
         )
-    options = dict(lengths_k=lengths, dropout_p=dropout_p)
+    options = dict(lengths_k=lengths, dropout_p=dropout_p, causal=causal)
     if impl == "flash":
         return (lambda: flash_attention(q, k, v, **options)), leaves
     if impl == "block_sparse":
@@ -79,17 +95,23 @@ def make(impl: str, seqlen: int, has_dropout: bool, is_padded: bool, seed: int):
 
     def unfused():
         with sdpa_kernel(SDPBackend.MATH):
-            return scaled_dot_product_attention(*heads_first, attn_mask=keep, dropout_p=dropout_p)
+            return scaled_dot_product_attention(
+                *heads_first, attn_mask=keep, dropout_p=dropout_p, is_causal=causal
+            )
 
     return unfused, leaves
 
 
-def measure_runtime(seqlen: int, options: tuple[bool, bool]) -> dict:
+def measure_runtime(
+    seqlen: int, options: tuple[bool, bool], implementations=IMPLEMENTATIONS, **shape
+) -> dict:
     """Milliseconds of each implementation: forward, backward, both."""
-    names = [i for i in IMPLEMENTATIONS if i != "pytorch" or seqlen <= _LONGEST_UNFUSED]
-    times, failures = time_in_turns({name: partial(make, name, seqlen, *options) for name in names})
+    names = [i for i in implementations if i != "pytorch" or seqlen <= _LONGEST_UNFUSED]
+    times, failures = time_in_turns(
+        {name: partial(make, name, seqlen, *options, **shape) for name in names}
+    )
     row = {"seqlen": seqlen, "failures": failures}
-    for name in IMPLEMENTATIONS:
+    for name in implementations:
         forward, backward = (times.get((name, d)) for d in ("forward", "backward"))
         both = None if forward is None or backward is None else forward + backward
         row[name] = {"forward": forward, "backward": backward, "both": both}
@@ -122,8 +144,11 @@ def measure_memory(seqlen: int) -> dict:
 def show(name: str, rows: list[dict], console: Console) -> list[dict]:
     """Print the table; the verdicts as rows for the record."""
     is_memory = name == "table21"
-    options, direction = RUNTIME_TABLES.get(name, (None, None))
-    paper = MEMORY_MB if is_memory else RUNTIME_MS[options][direction]
+    options, direction = RUNTIME_TABLES.get(name) or (None, FIGURES.get(name, ("",))[0])
+    if name in FIGURES:
+        paper = {i: dict.fromkeys(range(len(SEQLENS)), t) for i, t in FIGURES[name][1].items()}
+    else:
+        paper = MEMORY_MB if is_memory else RUNTIME_MS[options][direction]
     unit = "MB" if is_memory else "ms"
     table = Table(
         "tokens", "", f"paper, {unit}", f"here, {unit}", "PyTorch / it: paper", "here", ""
@@ -131,13 +156,15 @@ def show(name: str, rows: list[dict], console: Console) -> list[dict]:
     verdicts = []
     for row in rows:
         at = SEQLENS.index(row["seqlen"])
-        here = {i: row[i] if is_memory else row[i][direction] for i in IMPLEMENTATIONS}
-        for impl in IMPLEMENTATIONS:
+        here = {i: row[i] if is_memory else row[i][direction] for i in paper}
+        for impl in paper:
             ratios = [
                 numbers["pytorch"] / numbers[impl]
                 if numbers["pytorch"] and numbers[impl] else None
-                for numbers in ({i: paper[i][at] for i in IMPLEMENTATIONS}, here)
+                for numbers in ({i: paper[i][at] for i in paper}, here)
             ]  # fmt: skip
+            if name in FIGURES and impl != "pytorch":
+                ratios[0] = FIGURES[name][2]
             text = "" if impl == "pytorch" else verdict(ratios[1], ratios[0])
             verdicts.append(
                 dict(
@@ -154,27 +181,48 @@ def show(name: str, rows: list[dict], console: Console) -> list[dict]:
     return verdicts
 
 
+def show_trained(name: str, console: Console) -> None:
+    """Print a table that is trained, with what the records hold of it and how to run the rest."""
+    paths = sorted(path for folder in RECORDS for path in folder.glob("*.json"))
+    records = [json.loads(path.read_text()) for path in paths]
+    table = Table("", "paper", "here", "verdict", title=name)
+    for row, here, word in results(name, [r for r in records if "rows" in r]):
+        paper = ", ".join(f"{what} {number:g}" for what, number in row.paper.items())
+        table.add_row(row.name, paper or "-", here or "-", word.replace("`", ""))
+    console.print(table)
+    if name == "table4":
+        print("At the size of one GPU: python -m scripts.compare_contexts --help")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*RUNTIME_TABLES, "table21", *TRAINING]
+    names = [*RUNTIME_TABLES, "table21", *TRAINING, *FIGURES, "figure3"]
     parser.add_argument("name", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--quick", action="store_true", help="up to 2,048 tokens")
     parser.add_argument("--output", type=Path, help="default: outputs/reproduce/NAME.json")
     args = parser.parse_args()
     console = Console(width=130)
     if args.name in TRAINING:
-        for row in TRAINING[args.name]:
-            paper = ", ".join(f"{what} {number}" for what, number in row.paper.items())
-            why = f"trains for hours to weeks; {row.command}" if row.command else NO_COMMAND
-            print(f"{row.name}: {paper or 'no number in the paper'}\n    not run: {why}")
+        show_trained(args.name, console)
         return
     if not torch.cuda.is_available():
         raise SystemExit(f"{args.name} needs a GPU, none is visible")
-    output = args.output or Path("outputs/reproduce") / f"{args.name}.json"
+    if args.name == "figure3" and args.output:
+        raise SystemExit("figure3 writes the records of table20 and table21: leave out --output")
+    for name in ("table20", "table21") if args.name == "figure3" else (args.name,):
+        output = args.output or Path("outputs/reproduce") / f"{name}.json"
+        measure(name, output, args.quick, console)
+
+
+def measure(name: str, output: Path, is_quick: bool, console: Console) -> None:
+    """Measure a table or figure, or what is missing of it, write the record and show it."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    seqlens = [n for n in SEQLENS if n <= 2048 or not args.quick]
+    seqlens = [n for n in SEQLENS if n <= 2048 or not is_quick]
+    settings = dict(batch=BATCH, nheads=NHEADS, headdim=HEADDIM, dtype="float16")
+    if name in FIGURES:
+        seqlens, settings = [GPT2_SEQLEN], {**settings, **GPT2_SHAPE}
     where = environment()
     rows = []
     if output.exists():
@@ -182,23 +230,27 @@ def main() -> None:
         if all(before[key] == where[key] for key in ("hardware", "versions", "git_revision")):
             rows = before["measured"]
     done = {row["seqlen"] for row in rows}
-    for seqlen in track([n for n in seqlens if n not in done], args.name):
-        if args.name == "table21":
+    for seqlen in track([n for n in seqlens if n not in done], name):
+        if name == "table21":
             rows.append(measure_memory(seqlen))
+        elif name in FIGURES:
+            rows.append(
+                measure_runtime(seqlen, (True, False), tuple(FIGURES[name][1]), **GPT2_SHAPE)
+            )
         else:
-            rows.append(measure_runtime(seqlen, RUNTIME_TABLES[args.name][0]))
+            rows.append(measure_runtime(seqlen, RUNTIME_TABLES[name][0]))
         record = dict(
-            name=f"reproduce_{args.name}",
+            name=f"reproduce_{name}",
             command=command_line("scripts.reproduce", omit="--output"),
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **where,
-            settings=dict(batch=BATCH, nheads=NHEADS, headdim=HEADDIM, dtype="float16"),
+            settings=settings,
             measured=rows,
             rows=[],
         )
         output.write_text(json.dumps(record, indent=1))
     rows.sort(key=lambda row: row["seqlen"])
-    verdicts = show(args.name, rows, console)
+    verdicts = show(name, rows, console)
     record = json.loads(output.read_text())
     output.write_text(json.dumps({**record, "rows": verdicts}, indent=1))
     print(f"record {output}")

@@ -7,7 +7,7 @@ from html import escape
 # Okabe and Ito's colours, told apart by the colour-blind, on white and on black.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c")
 WIDTH, HEIGHT = 420, 280
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 42
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 12, 12, 42
 _CHARACTER = 6.9  # width of one in the legend, about
 
 
@@ -19,7 +19,8 @@ class Plot:
         title: of the whole; drawn by the page, read out by a screen reader.
         x_label, y_label: what the axes count, with the unit.
         series: name -> (x, y), x rising.
-        log_y: powers of ten; else from zero.
+        log_y: powers of ten.
+        from_zero: else the axis begins below the lowest point.
         colours: name -> index into COLOURS, where one name keeps its colour over several plots.
     """
 
@@ -28,6 +29,7 @@ class Plot:
     y_label: str
     series: dict[str, list[tuple[float, float]]]
     log_y: bool = False
+    from_zero: bool = True
     colours: dict[str, int] | None = None
 
     def svg(self, *, is_file: bool = False) -> str:
@@ -47,10 +49,13 @@ class Plot:
         low, high = math.log2(x_values[0]), math.log2(x_values[-1])
         if low == high:
             low, high = low - 1, high + 1
-        y_ticks = _log_ticks(points) if self.log_y else _linear_ticks(max(y for _, y in points))
-        bottom, ceiling = (
-            (math.log10(y_ticks[0]), math.log10(y_ticks[-1])) if self.log_y else (0.0, y_ticks[-1])
+        heights = [y for _, y in points]
+        y_ticks = (
+            _log_ticks(heights)
+            if self.log_y
+            else _linear_ticks(0.0 if self.from_zero else min(heights), max(heights))
         )
+        bottom, ceiling = (math.log10(y) if self.log_y else y for y in (y_ticks[0], y_ticks[-1]))
 
         def place(x: float, y: float) -> tuple[float, float]:
             across = (math.log2(x) - low) / (high - low)
@@ -118,26 +123,26 @@ class Plot:
 
 
 def short(number: float) -> str:
-    """1024 -> 1K, 0.25 -> 0.25, 1500 -> 1,500."""
+    """1024 -> 1K, 0.25 -> 0.25, 1500 -> 1,500, 8.7e6 -> 8.7M."""
+    if number >= 1e6:
+        return f"{number / 1e6:.3g}M"
     if number >= 1024 and number % 1024 == 0:
         return f"{number // 1024:,.0f}K"
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _linear_ticks(highest: float) -> list[float]:
-    """From 0 on, four to six of them, the last at or above `highest`."""
-    if highest <= 0:
-        return [0.0, 1.0]
-    power = 10.0 ** math.floor(math.log10(highest))
-    step = next(
-        factor * power for factor in (0.1, 0.2, 0.25, 0.5, 1, 2) if highest <= 5 * factor * power
-    )
-    return [step * i for i in range(math.ceil(highest / step - 1e-9) + 1)]
+def _linear_ticks(low: float, high: float) -> list[float]:
+    """Three to seven of them, round numbers from at most `low` to at least `high`."""
+    span = high - low or abs(high) or 1.0
+    power = 10.0 ** math.floor(math.log10(span))
+    step = next(factor * power for factor in (0.2, 0.25, 0.5, 1, 2) if span <= 5 * factor * power)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [step * i for i in range(first, max(last, first + 1) + 1)]
 
 
-def _log_ticks(points: list[tuple[float, float]]) -> list[float]:
-    low = math.floor(math.log10(min(y for _, y in points)))
-    high = max(math.ceil(math.log10(max(y for _, y in points))), low + 1)
+def _log_ticks(heights: list[float]) -> list[float]:
+    low = math.floor(math.log10(min(heights)))
+    high = max(math.ceil(math.log10(max(heights))), low + 1)
     return [10.0**power for power in range(low, high + 1)]
 
 

@@ -214,11 +214,13 @@ def test_a_point_stands_where_its_numbers_say():
 
 
 def test_ticks_and_short_numbers():
-    assert _linear_ticks(457) == [0, 100, 200, 300, 400, 500]
-    assert _linear_ticks(46.8) == [0, 10, 20, 30, 40, 50]
-    assert _linear_ticks(0.9) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert [short(n) for n in (512, 1024, 65536, 0.25, 1000.0)] == [
-        "512", "1K", "64K", "0.25", "1,000"
+    assert _linear_ticks(0, 457) == [0, 100, 200, 300, 400, 500]
+    assert _linear_ticks(0, 46.8) == [0, 10, 20, 30, 40, 50]
+    assert _linear_ticks(0, 0.9) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert _linear_ticks(45.8, 47.6) == [45.5, 46.0, 46.5, 47.0, 47.5, 48.0]
+    assert _linear_ticks(3.0, 3.0) == [3.0, 4.0]
+    assert [short(n) for n in (512, 1024, 65536, 0.25, 1000.0, 8.7e6)] == [
+        "512", "1K", "64K", "0.25", "1,000", "8.7M"
     ]  # fmt: skip
 
 

@@ -53,7 +53,21 @@ def test_show_compares_ratios_with_the_paper():
     assert flash["paper_ratio"] == pytest.approx(3.25, abs=0.01) and flash["verdict"] == "better"
 
 
+def test_figures_compare_the_factor_over_pytorch():
+    """Figure 2: 41.7 / 7.3 = 5.71; of figure 1 the paper prints the factor 7.6 alone."""
+    times = {"pytorch": {"forward": 8.0, "both": 12.0}, "flash": {"forward": 1.0, "both": 2.0}}
+    console = Console(file=io.StringIO(), width=150)
+    for name, ratio, here, word in (
+        ("figure1", 7.6, 8.0, "reproduced"),
+        ("figure2", 5.71, 6.0, "reproduced"),
+    ):
+        flash = reproduce.show(name, [{"seqlen": 1024, **times}], console)[1]
+        assert flash["paper_ratio"] == pytest.approx(ratio, abs=0.01)
+        assert (flash["here_ratio"], flash["verdict"]) == (here, word)
+
+
 def test_training_tables_name_their_commands():
     command = [sys.executable, "-m", "scripts.reproduce", "table4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "python train.py experiment=gpt2_4k trainer=ddp" in done.stdout
+    assert "python -m scripts.compare_contexts" in done.stdout
