@@ -175,6 +175,42 @@ def _utf8_blocks(path: Path, file: BinaryIO) -> Iterator[bytes]:
 def _jsonl_texts(
     path: Path, compression: str, text_field: str, report: Report
 ) -> Iterator[tuple[str, str]]:
+    for place, row in _jsonl_rows(path, compression, report):
+        yield place, field_text(row, text_field, place)
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) of every row of a .jsonl file, which may be compressed, or a .parquet file.
+
+    Raises:
+        ValueError: another format, a damaged file, or a line that is no JSON object.
+    """
+    kind, compression = text_format(path)
+    report = Report()
+    try:
+        if kind == ".parquet":
+            yield from _parquet_rows(path, None)
+        elif kind == ".jsonl":
+            for place_and_row in _jsonl_rows(path, compression, report):
+                _refuse_malformed(report)
+                yield place_and_row
+            _refuse_malformed(report)
+        else:
+            raise ValueError(f"{path} must end in .jsonl (and {', '.join(COMPRESSIONS)}), .parquet")
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(
+            f"{path} is a damaged or truncated {compression[1:]} file ({error}): fetch it again"
+        ) from error
+
+
+def _refuse_malformed(report: Report) -> None:
+    if report.malformed_lines:
+        raise ValueError(f"every line must be a JSON object, got {report.problems[-1]}")
+
+
+def _jsonl_rows(
+    path: Path, compression: str, report: Report
+) -> Iterator[tuple[str, dict[str, Any]]]:
     with _open(path, compression) as file:
         for number, line in enumerate(file, start=1):
             if number == 1:
@@ -198,7 +234,7 @@ def _jsonl_texts(
                 report.malformed_lines += 1
                 report.add_problem(f"{place}: an object is wanted, got {type(row).__name__}")
                 continue
-            yield place, field_text(row, text_field, place)
+            yield place, row
 
 
 def field_text(row: dict[str, Any], text_field: str, place: str) -> str:
@@ -224,20 +260,25 @@ def field_text(row: dict[str, Any], text_field: str, place: str) -> str:
 
 
 def _parquet_texts(path: Path, text_field: str) -> Iterator[tuple[str, str]]:
+    for place, row in _parquet_rows(path, text_field):
+        yield place, field_text(row, text_field, place)
+
+
+def _parquet_rows(path: Path, column: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows with one column, which must be there, or with all."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if text_field not in names:
-                field_text(dict.fromkeys(names), text_field, str(path))
+            if column is not None and column not in names:
+                field_text(dict.fromkeys(names), column, str(path))
             row = 0
-            for batch in file.iter_batches(batch_size=256, columns=[text_field]):
-                for text in batch.column(0).to_pylist():
+            for batch in file.iter_batches(batch_size=256, columns=column and [column]):
+                for values in batch.to_pylist():
                     row += 1
-                    place = f"{path}, row {row}"
-                    yield place, field_text({text_field: text}, text_field, place)
+                    yield f"{path}, row {row}", values
     except (pyarrow.ArrowInvalid, pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} is a damaged parquet file ({error}): fetch it again") from error
 
