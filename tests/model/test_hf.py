@@ -5,6 +5,7 @@ import safetensors.torch
 import torch
 
 from model.attention import sdpa_attention
+from model.evaluation import text_losses
 from model.gpt import GPT
 from model.hf import (
     config_from_hf,
@@ -303,3 +304,22 @@ def test_incomplete_folders_are_refused(tmp_path):
         load_gpt2(tmp_path)
     with pytest.raises(ValueError, match="must end in .safetensors"):
         save_weights(make_gpt(), tmp_path / "weights.pt")
+
+
+@pytest.mark.parametrize("context, stride", [(16, 16), (16, 3), (7, 7)])
+def test_loss_of_sliding_windows_is_theirs(tmp_path, context, stride):
+    """A window a call, and of each the tokens that none before it has scored."""
+    theirs = make_theirs()
+    theirs.save_pretrained(tmp_path)
+    ids = make_ids(45).flatten()
+    expected, end = 0.0, 0
+    while end < len(ids) - 1:
+        previous, end = end, min(end + stride if end else context, len(ids) - 1)
+        start = max(0, end - context)
+        with torch.no_grad():
+            log_p = theirs(ids[start:end][None]).logits[0].log_softmax(-1)
+        for target in range(previous + 1, end + 1):
+            expected -= float(log_p[target - start - 1, ids[target]])
+    losses = text_losses(load_gpt2(tmp_path).eval(), [ids], context=context, stride=stride)
+    assert losses.num_tokens == len(ids) - 1
+    assert losses.nll == pytest.approx(expected, rel=1e-5)
