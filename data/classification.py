@@ -1,7 +1,8 @@
-"""Classification of long sequences: the loaders that all tasks of the Long Range Arena share.
+"""Classification of long sequences: the loaders that the Long Range Arena's tasks and long
+documents share.
 
-A subclass says what one batch of given sample ids is (see data.long_range); the rest is
-data.stepped's.
+A subclass says what one batch of given sample ids is (see data.long_range, data.long_documents);
+the rest is data.stepped's.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class ClassificationData(SteppedData):
 
     vocab_size: int
     num_classes: int
+    multi_label: bool = False  # labels are (batch, num_classes) of 0 and 1 then
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""Labelled sequences on disk: bytes, pixels or symbols, each with one label.
+"""Labelled sequences on disk: bytes, pixels, symbols or token ids, with one label or several.
 
 A finished store is a folder with, for each split,
 
-    SPLIT.tokens.bin    uint8, all sequences end to end
+    SPLIT.tokens.bin    uint8, or another type of the manifest: all sequences end to end
     SPLIT.offsets.bin   int64, (num_sequences + 1,): where each one starts
-    SPLIT.labels.bin    uint8, (num_examples,)
+    SPLIT.labels.bin    uint8, (num_examples,), or (num_examples, num_labels) of 0 and 1
 
 and manifest.json, written last. An example is one sequence, or two that follow each other.
 """
@@ -26,7 +26,8 @@ from data.token_store import MANIFEST_NAME, fsync_folder, is_finished, sha256_fi
 
 _FORMAT = "labelled sequences 1"
 
-Example = tuple[tuple[np.ndarray, ...], int]  # one or two (length,) uint8, and the label
+# One or two (length,) integers, and the label, or (num_labels,) of 0 and 1.
+Example = tuple[tuple[np.ndarray, ...], int | np.ndarray]
 Splits = Mapping[str, Callable[[], Iterable[Example]]]
 
 
@@ -35,6 +36,9 @@ def write_sequences(
     identity: Mapping[str, Any],
     splits: Splits,
     *,
+    dtype: np.dtype | str = "u1",
+    num_labels: int | None = None,
+    facts: Callable[[], Mapping[str, Any]] | None = None,
     progress: bool = True,
 ) -> SequenceStore:
     """Write all examples, or open what is there already.
@@ -43,6 +47,9 @@ def write_sequences(
         folder: made if missing. Another process that writes the same folder is waited for.
         identity: plain values that determine the content; goes into the manifest.
         splits: for each split, what gives its examples.
+        dtype: of the tokens.
+        num_labels: where an example has several labels, how many there are.
+        facts: plain values that go into the manifest, known when all examples have been read.
         progress: show a bar.
     Raises:
         ValueError: the folder holds something else, or a split gives no example.
@@ -53,8 +60,10 @@ def write_sequences(
         if not is_finished(folder):
             files = {}
             for split, examples in splits.items():
-                files.update(_write_split(folder, split, examples(), progress))
+                files.update(_write_split(folder, split, examples(), np.dtype(dtype), progress))
             manifest = {"format": _FORMAT, "identity": dict(identity), "files": files}
+            manifest |= {"dtype": np.dtype(dtype).str, "num_labels": num_labels}
+            manifest |= {"facts": {} if facts is None else dict(facts())}
             payload = json.dumps(manifest, indent=2) + "\n"
             write_atomically(folder / MANIFEST_NAME, payload.encode())
         store = SequenceStore(folder)
@@ -67,7 +76,7 @@ def write_sequences(
 
 
 def _write_split(
-    folder: Path, split: str, examples: Iterable[Example], progress: bool
+    folder: Path, split: str, examples: Iterable[Example], dtype: np.dtype, progress: bool
 ) -> dict[str, dict[str, Any]]:
     """Returns the manifest entries of the split's files."""
     ends, labels, digest = [0], [], hashlib.sha256()
@@ -75,7 +84,7 @@ def _write_split(
     with open(temporary, "wb") as file:
         for sequences, label in rich.progress.track(examples, f"{split}:", disable=not progress):
             for sequence in sequences:
-                payload = np.ascontiguousarray(sequence, dtype=np.uint8).data
+                payload = np.ascontiguousarray(sequence, dtype=dtype).tobytes()
                 digest.update(payload)
                 file.write(payload)
                 ends.append(ends[-1] + len(sequence))
@@ -87,7 +96,8 @@ def _write_split(
         raise ValueError(f"the {split} split of {folder.name} must hold examples, got none")
     os.replace(temporary, folder / f"{split}.tokens.bin")
     fsync_folder(folder)
-    entries = {f"{split}.tokens.bin": {"bytes": ends[-1], "sha256": digest.hexdigest()}}
+    num_bytes = ends[-1] * dtype.itemsize
+    entries = {f"{split}.tokens.bin": {"bytes": num_bytes, "sha256": digest.hexdigest()}}
     for name, array in (("offsets", np.array(ends, "<i8")), ("labels", np.array(labels, "u1"))):
         file_name = f"{split}.{name}.bin"
         entries[file_name] = write_atomically(folder / file_name, array.tobytes())
@@ -116,7 +126,9 @@ class SequenceStore:
                 f"{folder} must hold {_FORMAT!r}, got {self.manifest.get('format')!r}: {advice}"
             )
         self._arrays: dict[str, np.ndarray] = {}
-        types = {"tokens": "u1", "offsets": "<i8", "labels": "u1"}
+        # Stores of bytes may be older than the two last entries.
+        types = {"tokens": self.manifest.get("dtype", "u1"), "offsets": "<i8", "labels": "u1"}
+        num_labels = self.manifest.get("num_labels")
         for name, entry in self.manifest["files"].items():
             path = self.folder / name
             if not path.is_file() or path.stat().st_size != entry["bytes"]:
@@ -126,6 +138,8 @@ class SequenceStore:
                 self._arrays[name] = np.memmap(path, dtype=types[kind], mode="r")
             else:
                 self._arrays[name] = np.fromfile(path, dtype=types[kind])
+            if kind == "labels" and num_labels is not None:
+                self._arrays[name] = self._arrays[name].reshape(-1, num_labels)
         digests = {name: entry["sha256"] for name, entry in self.manifest["files"].items()}
         payload = json.dumps(digests, sort_keys=True).encode()
         self.fingerprint = hashlib.sha256(payload).hexdigest()[:32]
@@ -134,7 +148,7 @@ class SequenceStore:
         return SequenceStore, (self.folder,)
 
     def labels(self, split: str) -> np.ndarray:
-        """(num_examples,) uint8; empty for a split that is not there."""
+        """uint8 (num_examples,) or (num_examples, num_labels); empty if the split is not there."""
         return self._arrays.get(f"{split}.labels.bin", np.empty(0, np.uint8))
 
     def lengths(self, split: str) -> np.ndarray:
@@ -145,7 +159,7 @@ class SequenceStore:
         return max(0, len(self._arrays.get(f"{split}.offsets.bin", ())) - 1)
 
     def sequence(self, split: str, index: int) -> np.ndarray:
-        """(length,) uint8.
+        """(length,) of the store's type.
 
         Raises:
             IndexError: no such sequence.
