@@ -36,6 +36,19 @@ PEAK_BF16_TFLOPS = {
     "AMD Instinct MI300X": 1307.4,
 }
 
+# Metrics that are shown where a task has them: their name and format.
+_VALIDATED = {
+    "accuracy": ("accuracy", ".2%"),
+    "micro_f1": ("micro-F1", ".2%"),
+    "macro_f1": ("macro-F1", ".2%"),
+    "ppl": ("perplexity", ".2f"),
+}
+_TRAINED = {
+    "accuracy": ("accuracy", ".1%"),
+    "micro_f1": ("micro-F1", ".1%"),
+    "ppl": ("ppl", ".1f"),
+}
+
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of the device whose name starts like a known one; None if none does."""
@@ -146,10 +159,10 @@ class Metrics(Callback):
         if self.display and trainer.is_global_zero:
             self.display.message(
                 f"step {trainer.global_step}: validation loss {row['val/loss']:.4f}, "
-                + (
-                    f"accuracy {row['val/accuracy']:.2%}"
-                    if "val/accuracy" in row
-                    else f"perplexity {row['val/ppl']:.2f}"
+                + ", ".join(
+                    f"{name} {row[f'val/{key}']:{form}}"
+                    for key, (name, form) in _VALIDATED.items()
+                    if f"val/{key}" in row
                 )
             )
         self.resume_clock()
@@ -249,10 +262,9 @@ class Display:
 
     def update(self, step: int, row: dict) -> None:
         text = f"loss {row['train/loss']:.3f} "
-        if "train/accuracy" in row:
-            text += f"accuracy {row['train/accuracy']:.1%} "
-        else:
-            text += f"ppl {row['train/ppl']:.1f} "
+        for key, (name, form) in _TRAINED.items():
+            if f"train/{key}" in row:
+                text += f"{name} {row[f'train/{key}']:{form}} "
         text += f"{row['tokens_per_s']:,.0f} tokens/s"
         mfu = [f"{row[f'mfu_{k}']:.1%} {k}" for k in ("full", "causal") if f"mfu_{k}" in row]
         if mfu:

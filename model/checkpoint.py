@@ -162,15 +162,21 @@ def read_checkpoint(path: Path) -> tuple[str, dict, dict[str, Tensor]]:
     """What a checkpoint holds of its model, on the CPU.
 
     Returns:
-        The model's kind ("GPT", "BERT" or "classifier"), its configuration, its state dict. In the
-        middle of a context warm-up: those of a model of the context that it was trained at.
+        The model's kind ("GPT", "BERT", "classifier" or "document classifier"), its configuration,
+        its state dict. In the middle of a context warm-up: those of a model of the context that it
+        was trained at.
     """
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     config = checkpoint.get("model_config")
     if config is None:
         raise ValueError(f"{path} must be a checkpoint of a run, it holds no model_config")
-    # Each has an option that no other has.
-    kinds = {"num_classes": "classifier", "num_segments": "BERT", "inverse_layer_scale": "GPT"}
+    # Each has an option that none behind it has.
+    kinds = {
+        "multi_label": "document classifier",
+        "num_classes": "classifier",
+        "num_segments": "BERT",
+        "inverse_layer_scale": "GPT",
+    }
     kind = next(kind for option, kind in kinds.items() if option in config)
     state = strip_prefixes(checkpoint["state_dict"])
     if (context := checkpoint.get("context")) is not None:

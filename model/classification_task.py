@@ -163,15 +163,6 @@ class ClassificationTask(TrainingTask):
                 self.plateau_steps = None
             self._plateau_sum, self._plateau_count = 0.0, 0
 
-    def on_test_epoch_start(self) -> None:
-        self.on_validation_epoch_start()
-
-    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        self.validation_step(batch, batch_idx)
-
-    def on_test_epoch_end(self) -> None:
-        self.log_dict({f"test/{name}": v for name, v in self.means().items()}, logger=False)
-
     def load_weights(self, source: str) -> None:
         """Start from the best checkpoint of another run; see model.classifier_weights."""
         kept = load_from_run(self.model, source)

@@ -12,7 +12,7 @@ COLUMNS = (
     "step tokens epoch seconds train/loss train/ppl train/grad_norm lr tokens_per_s mfu_full "
     "mfu_causal peak_gib val/loss val/ppl train/accuracy train/dense_loss val/accuracy "
     "val/dense_loss samples_per_s train/mlm_loss train/nsp_loss train/nsp_accuracy val/mlm_loss "
-    "val/nsp_loss val/nsp_accuracy context"
+    "val/nsp_loss val/nsp_accuracy context train/micro_f1 train/macro_f1 val/micro_f1 val/macro_f1"
 ).split()
 
 

@@ -144,7 +144,10 @@ class TrainingTask(LightningModule):
         return {name: batch[name][rows] for name in ("input_ids", "labels")}
 
     def sums(self, piece: dict[str, Any]) -> dict[str, Tensor]:
-        """What is summed over pieces and ranks, float32 scalars: the losses, then what is shown."""
+        """What is summed over pieces and ranks, float32: the losses, scalars, then what is shown.
+
+        What is no scalar a subclass makes scalars of in `_means`.
+        """
         raise NotImplementedError
 
     @property
@@ -264,6 +267,15 @@ class TrainingTask(LightningModule):
         self.log_dict({f"val/{name}": v for name, v in self.means().items()}, logger=False)
         self.validated_step = self.global_step
 
+    def on_test_epoch_start(self) -> None:
+        self.on_validation_epoch_start()
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self.log_dict({f"test/{name}": v for name, v in self.means().items()}, logger=False)
+
     def means(self) -> dict[str, Tensor]:
         """Means over the held-out examples of all ranks since the epoch started."""
         totals = self._summed(self._held_out)
@@ -293,15 +305,17 @@ class TrainingTask(LightningModule):
             group["params"] = own
 
     def _summed(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The values added over ranks, by one reduction a type."""
+        """The values, of any shape, added over ranks by one reduction a type."""
         if self.trainer.world_size == 1:
             return values
         summed = {}
         for dtype in sorted({value.dtype for value in values.values()}, key=str):
-            names = [name for name, value in values.items() if value.dtype == dtype]
-            stacked = torch.stack([values[name] for name in names])
-            torch.distributed.all_reduce(stacked)
-            summed |= dict(zip(names, stacked.unbind(), strict=True))
+            chosen = {name: value for name, value in values.items() if value.dtype == dtype}
+            joined = torch.cat([value.flatten() for value in chosen.values()])
+            torch.distributed.all_reduce(joined)
+            parts = joined.split([value.numel() for value in chosen.values()])
+            for (name, value), part in zip(chosen.items(), parts, strict=True):
+                summed[name] = part.view(value.shape)
         return {name: summed[name] for name in values}
 
     @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor
 from model.bert import BERT
 from model.bert_files import read_bert
 from model.checkpoint import POSITION_TABLE, find_checkpoint, read_checkpoint
+from model.document_classifier import encoder_part
 from model.gpt import GPT
 from model.hf import read_gpt2
 from model.positions import extend_positions
@@ -79,12 +80,17 @@ def load_into(
 
 
 def read_weights(source: str | os.PathLike, kind: str) -> tuple[dict, dict[str, Tensor]]:
-    """(configuration, state dict) of a "GPT" or "BERT" in our layout; see load_into for sources."""
+    """(configuration, state dict) of a "GPT" or "BERT" in our layout; see load_into for sources.
+
+    Of a classifier of documents it is the encoder, without its head.
+    """
     path = Path(source)
     is_run = path.suffix == ".ckpt" or (path / "checkpoints").is_dir()
     if is_run or (not path.exists() and (_RUNS / path / "checkpoints").is_dir()):
         path = find_checkpoint(source, runs_root=str(_RUNS))
         found, config, state = read_checkpoint(path)
+        if kind == "BERT" and found == "document classifier":
+            return encoder_part(config, state)
         if found != kind:
             raise ValueError(f"{path} must hold a {kind}, it holds a {found}")
         return config, state
