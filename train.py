@@ -155,6 +155,13 @@ def build(cfg: DictConfig):
         raise ValueError(
             f"model.num_classes={cfg.model.num_classes} must be the {data.num_classes} of the data"
         )
+    if isinstance(data, ClassificationData) and data.multi_label != cfg.model.get(
+        "multi_label", False
+    ):
+        raise ValueError(
+            f"model.multi_label must be {str(data.multi_label).lower()}: an example of these data "
+            f"has {'any number of labels' if data.multi_label else 'one label'}"
+        )
     if isinstance(data, MaskedLMData) and cfg.model.get("nsp_head") and not data.sentence_pairs:
         raise ValueError(
             "an NSP head needs pairs: set data.sentence_pairs=true, or model.nsp_head=false and "
@@ -252,24 +259,26 @@ def report_accuracy(run, data, task, trainer: Trainer) -> float:
     loss = float("inf")
     if data.num_held_out("val"):
         loss = final_metrics(data, task, trainer)["val/loss"]
-        say_accuracy("validation", "val", data, trainer)
+        say_result("validation", "val", data, trainer)
     if data.num_held_out("test"):
         best = newest_best(run.folder)
         trainer.test(task, data, ckpt_path=best, weights_only=True, verbose=False)
-        say_accuracy(f"test, {best.name if best else 'last step'}", "test", data, trainer)
-    if task.dense_weight:
+        say_result(f"test, {best.name if best else 'last step'}", "test", data, trainer)
+    if getattr(task, "dense_weight", 0.0):
         say("supervision: labels and a dense target, more than the Long Range Arena allows")
     return loss
 
 
-def say_accuracy(name: str, split: str, data: ClassificationData, trainer: Trainer) -> None:
-    """One line with its 95 % interval, and what must stand beside it."""
-    accuracy, number = (
-        float(trainer.callback_metrics[f"{split}/accuracy"]),
-        data.num_held_out(split),
-    )
-    ci95 = accuracy_interval(accuracy, number)
-    say(f"accuracy ({name}): {accuracy:.2%} +- {ci95:.2%} (95 %, {number:,} examples)")
+def say_result(name: str, split: str, data: ClassificationData, trainer: Trainer) -> None:
+    """One line, an accuracy with its 95 % interval, and what must stand beside it."""
+    metrics, number = trainer.callback_metrics, data.num_held_out(split)
+    if f"{split}/accuracy" in metrics:
+        accuracy = float(metrics[f"{split}/accuracy"])
+        ci95 = accuracy_interval(accuracy, number)
+        say(f"accuracy ({name}): {accuracy:.2%} +- {ci95:.2%} (95 %, {number:,} examples)")
+    else:
+        micro, macro = (float(metrics[f"{split}/{kind}_f1"]) for kind in ("micro", "macro"))
+        say(f"micro-F1 ({name}): {micro:.2%}, macro-F1 {macro:.2%} ({number:,} documents)")
     if rank_zero_only.rank == 0 and (line := data.comparison(split)):
         say(f"  {line}")
 

@@ -1,6 +1,7 @@
 """Every configuration composes and builds, small and on CPU; a wrong one says what to do."""
 
 import gzip
+import json
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,9 @@ BERT = {  # experiment: shape, sequences, tokens, peak lr, steps, warm-up steps,
     "bert_large_phase1": ((24, 1024, 16), 65_536, 128, 5e-3, 7038, 2000, "sqrt"),
     "bert_large_phase2": ((24, 1024, 16), 32_768, 512, 3.7e-3, 1563, 200, "sqrt"),
 }
+
+
+LONGDOC = {"longdoc_ecthr": (10, 9_000), "longdoc_mimic": (50, 8_066)}  # labels, documents
 
 
 def composed(*overrides):
@@ -79,6 +83,14 @@ def source(tmp_path, text):
                     header = np.array([0x800 + array.ndim, number, *array.shape[1:]], ">i4")
                     path = folder / f"{stem}-{kind}-ubyte.gz"
                     path.write_bytes(gzip.compress(header.tobytes() + array[:number].tobytes(), 1))
+        elif experiment == "longdoc_novels":
+            rows = [{"text": f"text {i}", "label": str(i % 10)} for i in range(30)]
+            (folder / "novels.jsonl").write_text("\n".join(map(json.dumps, rows)))
+            return folder / "novels.jsonl"
+        elif experiment in LONGDOC:
+            row = json.dumps({"text": ["a", "b"], "labels": [*range(LONGDOC[experiment][0])]})
+            for split in ("train", "val", "test"):
+                (folder / f"{split}.jsonl").write_text(row)
         else:
             return text
         return folder
@@ -111,6 +123,8 @@ def test_experiment_builds(experiment, recipe, tmp_path, source):
     options += [f"recipe={recipe}"] if recipe else []
     # Neither Wikipedia nor the hub's GPT-2 is to be had without a network.
     options += ["data=masked_text"] if experiment in BERT else ["init_from=null"]
+    if experiment.startswith("longdoc_"):
+        options += ["data.tokenizer=bert-base-uncased", "data.piece_tokens=null"]
     cfg, run, data, task, trainer = train.build(small(tmp_path, where, *options))
     assert run.folder == tmp_path / "runs" / experiment
     assert task.model.max_seqlen == (512 if experiment in BERT else data.seqlen)
@@ -187,6 +201,47 @@ def test_experiment_states_the_published_recipe_of_bert(experiment):
     assert cfg.data.val_samples_limit == 10_000 and cfg.model.max_seqlen == 512
 
 
+@pytest.mark.parametrize("experiment", LONGDOC)
+@pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096, 8192, 16384])
+def test_experiment_states_the_recipe_of_long_documents(experiment, seqlen):
+    """PAPER 2.9, Dai et al.: RoBERTa-base, lr 2e-5, 30 epochs of batch 16, a tenth of warm-up."""
+    cfg = composed(f"experiment={experiment}", f"data.seqlen={seqlen}", "data.source=x")
+    train.check_options(cfg)
+    num_classes, documents = LONGDOC[experiment]
+    assert cfg.data.num_classes == cfg.model.num_classes == num_classes and cfg.model.multi_label
+    model = cfg.model
+    assert (model.depth, model.dim, model.nheads, model.vocab_size) == (12, 768, 12, 50265)
+    assert (model.num_segments, model.position_offset, model.norm_eps) == (1, 2, 1e-5)
+    assert (cfg.optimizer.lr, cfg.optimizer.weight_decay, cfg.task.grad_clip) == (2e-5, 0.0, 1.0)
+    assert (cfg.data.batch_size, cfg.task.warmup_fraction, cfg.task.decay) == (16, 0.1, "linear")
+    assert cfg.trainer.max_steps == pytest.approx(30 * documents / 16, abs=1)
+    assert cfg.trainer.val_check_interval == pytest.approx(documents / 16, abs=1)
+    assert cfg.init_from == cfg.data.tokenizer == "FacebookAI/roberta-base"
+    assert cfg.model.max_seqlen == seqlen and cfg.task.extend_positions == "tile"
+    assert 16 % min(16, cfg.task.micro_batch_tokens // seqlen) == 0
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["model.num_classes=3"], "model.num_classes=3 must be the 10 of the data"),
+        (["model.multi_label=false"], "model.multi_label must be true: an example of these data"),
+        (["model.vocab_size=99"], "model.vocab_size=99 must be at least 30522"),
+        (["data.source=null", "data.task=mimic"], "given to trained persons under a contract"),
+        (
+            ["task.micro_batch_tokens=1600", "data.seqlen=512"],
+            "must divide into micro-batches of 3",
+        ),
+    ],
+)
+def test_wrong_documents_say_what_to_do_in_one_line(overrides, message, tmp_path, source):
+    options = ["experiment=longdoc_ecthr", "data.tokenizer=bert-base-uncased", "init_from=null"]
+    with pytest.raises(SystemExit, match=message) as stop:
+        with train.one_line_errors(train.BUILD_ERRORS):
+            train.build(small(tmp_path, source("longdoc_ecthr"), *options, *overrides))
+    assert "\n" not in str(stop.value) and str(stop.value).startswith("error: ")
+
+
 def test_robertas_network_is_a_matter_of_options(tmp_path, text):
     options = ["experiment=bert_base_512", "data=masked_text", "data.sentence_pairs=false"]
     options += ["model.num_segments=1", "model.position_offset=2", "model.norm_eps=1e-5"]
@@ -258,7 +313,8 @@ def test_commands_of_the_readme_compose(arguments):
     cfg = composed(*[a.split(",")[0] for a in arguments if a not in ("-m", "...")])
     train.check_options(cfg)
     if "batch_tokens" not in cfg.data:
-        assert cfg.run_name.startswith(("lra_", "path")), "classification counts examples"
+        classifiers = ("lra_", "path", "longdoc_")
+        assert cfg.run_name.startswith(classifiers), "classification counts examples"
         return
     assert cfg.data.batch_tokens % cfg.data.seqlen == 0
     if cfg.run_name in (*BERT, "finetune_gpt2"):
