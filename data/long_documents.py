@@ -13,6 +13,7 @@ import torch
 from data.classification import Batch, ClassificationData, Examples
 from data.document_sources import DocumentSource
 from data.document_tokenizer import DocumentTokenizer, load_document_tokenizer
+from data.order import permute
 from data.sequence_store import SequenceStore, write_sequences
 from data.token_store import token_dtype
 
@@ -25,7 +26,8 @@ class LongDocumentData(ClassificationData):
     `max_seqlen`, seqlen whatever the batch holds; `labels` (batch,) int64, or (batch, num_classes)
     of 0 and 1 where a document may have several.
 
-    The store keeps whole documents: every seqlen reads the same one.
+    The store keeps whole documents: every seqlen reads the same one. Held-out documents come in a
+    fixed mixed order, so that a limit takes them from the whole split.
 
     Attributes:
         stand_in: what stands in for the paper's data, to be shown beside every result; "" where
@@ -124,7 +126,8 @@ class LongDocumentData(ClassificationData):
 
     def comparison(self, split: str) -> str:
         """The best constant prediction, and that a stand-in is one."""
-        held_out = self._targets(split)[: self.num_held_out(split)]
+        places = np.arange(self.num_held_out(split))
+        held_out = self._targets(split)[_mixed(places, self.examples.num_examples(split))]
         hits, predicted, actual = constant_prediction(
             self._targets("train"), held_out, most=self.num_classes if self.multi_label else 1
         )
@@ -160,6 +163,11 @@ def constant_prediction(
     return int(hits), len(chosen) * len(held_out), int(held_out.sum(dtype=np.int64))
 
 
+def _mixed(places: np.ndarray, num_documents: int) -> np.ndarray:
+    """Which held-out documents are at `places`, whatever the order of the source."""
+    return permute(places, seed=0, epoch=0, num_samples=num_documents)
+
+
 class _DocumentExamples:
     def __init__(self, store: SequenceStore, cls: int, sep: int, seqlen: int) -> None:
         self.fingerprint = store.fingerprint
@@ -170,6 +178,8 @@ class _DocumentExamples:
         return len(self._store.labels(split))
 
     def batch(self, split: str, ids: np.ndarray, *, positions: np.ndarray | None = None) -> Batch:
+        if split != "train":
+            ids = _mixed(ids, self.num_examples(split))
         documents = []
         for index in ids.tolist():
             text = self._store.sequence(split, index)[: self._seqlen - 2]
