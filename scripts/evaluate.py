@@ -6,9 +6,11 @@
     python -m scripts.evaluate hellaswag  hf=FOLDER_OR_HUB_ID [source=FILE] [key=value ...]
 
 Every context length scores the same tokens, by windows that move by `stride`: what differs is how
-much of the text a prediction sees. wikitext, lambada and hellaswag are read from the hub, or from
-a file with the same rows; texts and scores are prepared as for the published numbers of GPT-2. The
-record goes to outputs/evaluate/.
+much of the text a prediction sees. With a stride as long as the context the windows are those of a
+run's validation, but for the last, which lies at the end. wikitext, lambada and hellaswag are read
+from the hub, or from a file with the same rows, and prepared and scored as lm-evaluation-harness
+does; it gives openai-community/gpt2 28.92 % of HellaSwag, 31.14 % per character, and a perplexity
+of about 40 on LAMBADA. The record goes to outputs/evaluate/.
 """
 
 import dataclasses

@@ -124,6 +124,32 @@ def test_a_run_is_scored_on_what_it_held_out(folder):
     assert store["rows"][0]["tokens"] == data.num_val_tokens
 
 
+def test_stride_of_the_context_is_the_validation_of_a_run(folder):
+    """The data module's own batches, and a model that needs its context."""
+    torch.manual_seed(0)
+    model = GPT(max_seqlen=8, depth=1, dim=8, nheads=2).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param += 0.5 * torch.randn_like(param)
+    export_gpt2(model, folder / "random")
+    options = {"source": str(folder / "texts.jsonl"), "val_fraction": 0.3}
+    data = CausalLMData(
+        seqlen=8, batch_tokens=8, val_tokens_limit=24, root=str(folder / "data"), **options
+    )
+    data.prepare_data()
+    data.setup()
+    losses = []
+    for batch in data.val_dataloader():
+        with torch.no_grad():
+            log_p = model(batch["input_ids"]).double().log_softmax(-1)
+        is_label = batch["labels"] != -100
+        losses.append(-log_p[is_label].gather(1, batch["labels"][is_label][:, None]).flatten())
+    arguments = ["source=DIR/texts.jsonl", "val_fraction=0.3", "tokens_limit=24", "stride=8"]
+    (row,) = run(folder, "perplexity", "hf=DIR/random", "root=DIR/data", *arguments)["rows"]
+    assert row["tokens"] == 24 == len(torch.cat(losses))
+    assert row["loss"] == pytest.approx(float(torch.cat(losses).mean()), rel=1e-5)
+
+
 def test_lambada_counts_greedy_words_and_their_perplexity(folder):
     last = ("cat", "cat", "dog", "house")
     write(folder / "lambada.jsonl", [{"text": f"It was a cat, she thought, a {w}"} for w in last])
