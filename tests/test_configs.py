@@ -38,7 +38,7 @@ BERT = {  # experiment: shape, sequences, tokens, peak lr, steps, warm-up steps,
 }
 
 
-LONGDOC = {"longdoc_ecthr": (10, 9_000), "longdoc_mimic": (50, 8_066)}  # labels, documents
+LONGDOC_LABELS = {"longdoc_ecthr": 10, "longdoc_mimic": 50}
 
 
 def composed(*overrides):
@@ -87,8 +87,8 @@ def source(tmp_path, text):
             rows = [{"text": f"text {i}", "label": str(i % 10)} for i in range(30)]
             (folder / "novels.jsonl").write_text("\n".join(map(json.dumps, rows)))
             return folder / "novels.jsonl"
-        elif experiment in LONGDOC:
-            row = json.dumps({"text": ["a", "b"], "labels": [*range(LONGDOC[experiment][0])]})
+        elif experiment in LONGDOC_LABELS:
+            row = json.dumps({"text": ["a", "b"], "labels": [*range(LONGDOC_LABELS[experiment])]})
             for split in ("train", "val", "test"):
                 (folder / f"{split}.jsonl").write_text(row)
         else:
@@ -199,47 +199,6 @@ def test_experiment_states_the_published_recipe_of_bert(experiment):
     assert list(cfg.optimizer.betas) == [0.9, 0.999] and cfg.optimizer.eps == 1e-6
     assert cfg.task.grad_clip == 1.0 and cfg.task.final_lr_fraction == 0.0
     assert cfg.data.val_samples_limit == 10_000 and cfg.model.max_seqlen == 512
-
-
-@pytest.mark.parametrize("experiment, seqlen", zip(LONGDOC, (512, 16384), strict=True))
-def test_experiment_states_the_recipe_of_long_documents(experiment, seqlen):
-    """PAPER 2.9, Dai et al.: RoBERTa-base, lr 2e-5, 30 epochs of batch 16, a tenth of warm-up."""
-    cfg = composed(f"experiment={experiment}", f"data.seqlen={seqlen}", "data.source=x")
-    train.check_options(cfg)
-    num_classes, documents = LONGDOC[experiment]
-    assert cfg.data.num_classes == cfg.model.num_classes == num_classes and cfg.model.multi_label
-    model = cfg.model
-    assert (model.depth, model.dim, model.nheads, model.vocab_size) == (12, 768, 12, 50265)
-    assert (model.num_segments, model.position_offset, model.norm_eps) == (1, 2, 1e-5)
-    assert (cfg.optimizer.lr, cfg.optimizer.weight_decay, cfg.task.grad_clip) == (2e-5, 0.0, 1.0)
-    assert (cfg.data.batch_size, cfg.task.warmup_fraction, cfg.task.decay) == (16, 0.1, "linear")
-    assert cfg.trainer.max_steps == pytest.approx(30 * documents / 16, abs=1)
-    assert cfg.trainer.val_check_interval == pytest.approx(documents / 16, abs=1)
-    assert cfg.init_from == cfg.data.tokenizer == "FacebookAI/roberta-base"
-    assert cfg.model.max_seqlen == seqlen and cfg.task.extend_positions == "tile"
-    for length in (512, 1024, 2048, 4096, 8192, 16384):
-        assert 16 % min(16, cfg.task.micro_batch_tokens // length) == 0
-
-
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        (["model.num_classes=3"], "model.num_classes=3 must be the 10 of the data"),
-        (["model.multi_label=false"], "model.multi_label must be true: an example of these data"),
-        (["model.vocab_size=99"], "model.vocab_size=99 must be at least 30522"),
-        (["data.source=null", "data.task=mimic"], "given to trained persons under a contract"),
-        (
-            ["task.micro_batch_tokens=1600", "data.seqlen=512"],
-            "must divide into micro-batches of 3",
-        ),
-    ],
-)
-def test_wrong_documents_say_what_to_do_in_one_line(overrides, message, tmp_path, source):
-    options = ["experiment=longdoc_ecthr", "data.tokenizer=bert-base-uncased", "init_from=null"]
-    with pytest.raises(SystemExit, match=message) as stop:
-        with train.one_line_errors(train.BUILD_ERRORS):
-            train.build(small(tmp_path, source("longdoc_ecthr"), *options, *overrides))
-    assert "\n" not in str(stop.value) and str(stop.value).startswith("error: ")
 
 
 def test_robertas_network_is_a_matter_of_options(tmp_path, text):

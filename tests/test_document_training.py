@@ -1,4 +1,4 @@
-"""Long documents from local files to F1: configuration, data, model, task and report together."""
+"""Long documents: what their experiments state, and from local files to F1 with all parts."""
 
 import json
 import random
@@ -16,14 +16,18 @@ SMALL = (
     "model.attn_dropout=0.0 init_from=null data.tokenizer=bert-base-uncased data.num_workers=0 "
     "data.batch_size=8 trainer.max_steps=60 trainer.val_check_interval=60 optimizer.lr=2e-2"
 ).split()
+PAPER = {"longdoc_ecthr": (10, 9_000), "longdoc_mimic": (50, 8_066)}  # labels, documents
+
+
+def composed(*overrides):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose("train", list(overrides))
 
 
 def run(folder, *overrides):
     """A run as train.py does it, in this process: (data, trainer)."""
     places = [f"runs_root={folder}/runs", f"data.root={folder}/data"]
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        cfg = compose("train", [*SMALL, *places, *overrides])
-    cfg, run, data, task, trainer = train.build(cfg)
+    cfg, run, data, task, trainer = train.build(composed(*SMALL, *places, *overrides))
     trainer.loggers = train.instantiate_all(cfg.logger)
     trainer.fit(task, data, ckpt_path=run.ckpt_path, weights_only=True)
     train.report(cfg, run, data, task, trainer)
@@ -104,3 +108,47 @@ def test_cases_with_several_labels_stop_and_resume_and_grow(tmp_path, capsys):
             assert torch.equal(second[name][2:], torch.cat([value[2:], value[2:]]))
         else:
             assert torch.equal(second[name], value), name
+
+
+@pytest.mark.parametrize("experiment, seqlen", zip(PAPER, (512, 16384), strict=True))
+def test_experiment_states_the_recipe_of_long_documents(experiment, seqlen):
+    """PAPER 2.9, Dai et al.: RoBERTa-base, lr 2e-5, 30 epochs of batch 16, a tenth of warm-up."""
+    cfg = composed(f"experiment={experiment}", f"data.seqlen={seqlen}", "data.source=x")
+    train.check_options(cfg)
+    num_classes, documents = PAPER[experiment]
+    assert cfg.data.num_classes == cfg.model.num_classes == num_classes and cfg.model.multi_label
+    model = cfg.model
+    assert (model.depth, model.dim, model.nheads, model.vocab_size) == (12, 768, 12, 50265)
+    assert (model.num_segments, model.position_offset, model.norm_eps) == (1, 2, 1e-5)
+    assert (cfg.optimizer.lr, cfg.optimizer.weight_decay, cfg.task.grad_clip) == (2e-5, 0.0, 1.0)
+    assert (cfg.data.batch_size, cfg.task.warmup_fraction, cfg.task.decay) == (16, 0.1, "linear")
+    assert cfg.trainer.max_steps == pytest.approx(30 * documents / 16, abs=1)
+    assert cfg.trainer.val_check_interval == pytest.approx(documents / 16, abs=1)
+    assert cfg.init_from == cfg.data.tokenizer == "FacebookAI/roberta-base"
+    assert cfg.model.max_seqlen == seqlen and cfg.task.extend_positions == "tile"
+    for length in (512, 1024, 2048, 4096, 8192, 16384):
+        assert 16 % min(16, cfg.task.micro_batch_tokens // length) == 0
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["model.num_classes=3"], "model.num_classes=3 must be the 10 of the data"),
+        (["model.multi_label=false"], "model.multi_label must be true: an example of these data"),
+        (["model.vocab_size=99"], "model.vocab_size=99 must be at least 30522"),
+        (["data.source=null", "data.task=mimic"], "given to trained persons under a contract"),
+        (
+            ["task.micro_batch_tokens=1600", "data.seqlen=512"],
+            "must divide into micro-batches of 3",
+        ),
+    ],
+)
+def test_wrong_documents_say_what_to_do_in_one_line(overrides, message, tmp_path):
+    row = json.dumps({"text": "a", "labels": [*range(10)]})
+    for split in ("train", "val", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(row)
+    places = [f"runs_root={tmp_path}/runs", f"data.root={tmp_path}/data", f"data.source={tmp_path}"]
+    with pytest.raises(SystemExit, match=message) as stop:
+        with train.one_line_errors(train.BUILD_ERRORS):
+            train.build(composed("experiment=longdoc_ecthr", *SMALL, *places, *overrides))
+    assert "\n" not in str(stop.value) and str(stop.value).startswith("error: ")
