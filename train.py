@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data.classification import ClassificationData
 from data.masked_lm import MaskedLMData
+from model.attention import auto_attention
 from model.block_sparse import BlockSparseAttention
 from model.callbacks import StopAtTarget
 from model.checkpoint import AtomicCheckpointIO, Checkpoints, newest_best
@@ -168,9 +169,13 @@ def build(cfg: DictConfig):
             "model.pooler=false"
         )
     attention = instantiate(cfg.attention)
-    needs_gpu = isinstance(attention, BlockSparseAttention) or getattr(
-        attention, "__module__", ""
-    ).startswith("flash_kernels.attention")
+    is_flash = getattr(attention, "__module__", "").startswith("flash_kernels.attention")
+    needs_gpu = is_flash or isinstance(attention, BlockSparseAttention)
+    if shared > 1 and cfg.context_parallel.method == "ring":
+        if not on_gpu or not (is_flash or attention is auto_attention):
+            raise ValueError(
+                "context_parallel.method=ring needs attention=flash and GPUs: use method=heads"
+            )
     if needs_gpu and not on_gpu:
         name = describe_attention(attention, on_gpu)
         raise ValueError(f"attention={name} needs a GPU; use attention=sdpa or attention=auto here")
@@ -344,7 +349,7 @@ def quiet() -> None:
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*LeafSpec.*")
-    warnings.filterwarnings("ignore", ".*overridden `on_before_batch_transfer`.*")
+    warnings.filterwarnings("ignore", ".*overridden `on_.*_batch_transfer`.*")
     warnings.filterwarnings("ignore", ".*sync_dist=True.*")  # the task sums over ranks itself
     warnings.filterwarnings("ignore", ".*across ranks is zero.*")  # no held-out data, by choice
 

@@ -30,8 +30,9 @@ class CausalLMData(SteppedData):
     """Training steps and held-out windows of one corpus.
 
     The train loader never ends and has no length. One item is this process's share of one optimizer
-    step: `input_ids` and `labels`, each (batch_tokens / seqlen / world_size, seqlen) int64, labels
-    already shifted. The order depends on `seed` alone: not on workers, processes or batch_tokens.
+    step: `input_ids` and `labels`, each (batch_tokens / seqlen / processes, seqlen) int64, labels
+    already shifted. Processes that share their samples (processes_per_sample) count as one. The
+    order depends on `seed` alone: not on workers, processes or batch_tokens.
     In a stage of context_warmup sequences are shorter, and as many more.
 
     The validation loader gives each held-out token as a label exactly once over all processes, in

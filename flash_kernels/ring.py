@@ -58,19 +58,19 @@ def ring_attention(
             on how the sequence is split.
 
     Returns:
-        (batch, seqlen / size, nheads, headdim), dtype of q. Its gradients are exact; a second
-        derivative is not served.
+        (batch, seqlen / size, nheads, headdim), dtype of q. It and its gradients are exact up to
+        the rounding of each step's part to that dtype; a second derivative is not served.
 
     Raises:
-        ValueError: as flash_attention; q, k and v must have the same number of rows, with causal an
-            even one.
+        ValueError: as flash_attention; q, k and v must have the same batch and rows, with causal an
+            even number of rows.
     """
     q, k, v = autocast(q, k, v)
     check_qkv(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
-    if q.shape[1] != k.shape[1] or (causal and q.shape[1] % 2):
+    if q.shape[:2] != k.shape[:2] or (causal and q.shape[1] % 2):
         raise ValueError(
-            "q and k must have the same number of rows, with causal an even one, "
-            f"got {q.shape[1]} and {k.shape[1]}"
+            "q and k must have the same batch and rows, with causal an even number of rows, "
+            f"got {tuple(q.shape[:2])} and {tuple(k.shape[:2])}"
         )
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
@@ -102,7 +102,7 @@ class _Exchange:
         return self.received
 
 
-def _parts(rank: int, source: int, rows: int, causal: bool) -> tuple[slice, slice, bool]:
+def parts(rank: int, source: int, rows: int, causal: bool) -> tuple[slice, slice, bool]:
     """(query rows, keys, whether causal) of the step that holds the keys of process `source`."""
     everything = slice(0, rows)
     if not causal or source == rank:
@@ -112,9 +112,18 @@ def _parts(rank: int, source: int, rows: int, causal: bool) -> tuple[slice, slic
     return slice(rows // 2, rows), everything, False
 
 
+def pair_seed(seed: Tensor, source: int) -> Tensor:
+    """Dropout seed of a process's queries, whose own seed is given, and the keys of `source`.
+
+    The step is large and odd, so that consecutive seeds give no pair that of another.
+    """
+    step = 0x9E3779B97F4A7C15 * source % 2**64
+    return seed + (step - 2**64 if step >= 2**63 else step)
+
+
 def _options(q: Tensor, k: Tensor, seed: Tensor | None, source: int, causal, scale, p, kernel):
-    """What the operators take after q, k and v. Every pair of processes has a dropout seed."""
-    seed = None if seed is None else seed + source
+    """What the operators take after q, k and v."""
+    seed = None if seed is None else pair_seed(seed, source)
     return operators.dense_options(q, k, seed, scale, 0 if causal else None, p, kernel)
 
 
@@ -130,7 +139,7 @@ def _forward(
     for step in range(size):
         source = (rank - step) % size
         coming = _Exchange([k, v], ring) if step + 1 < size else None
-        rows, cols, is_causal = _parts(rank, source, q.shape[1], causal)
+        rows, cols, is_causal = parts(rank, source, q.shape[1], causal)
         q_part, k_part, v_part = q[:, rows], k[:, cols], v[:, cols]
         options = _options(
             q_part, k_part, seed, source, is_causal, softmax_scale, dropout_p, kernel
@@ -173,7 +182,7 @@ def _backward(
     for step in range(size):
         source = (rank - step) % size
         coming = _Exchange([k, v], ring) if step + 1 < size else None
-        rows, cols, is_causal = _parts(rank, source, q.shape[1], causal)
+        rows, cols, is_causal = parts(rank, source, q.shape[1], causal)
         q_part, k_part, v_part = q[:, rows], k[:, cols], v[:, cols]
         options = _options(
             q_part, k_part, seed, source, is_causal, softmax_scale, dropout_p, kernel
@@ -189,10 +198,11 @@ def _backward(
             dkv = arriving.wait()
         for total, part in zip(dkv, gradients[1:], strict=True):
             total[:, cols] += part
-        arriving = _Exchange(dkv, ring)
+        if size > 1:
+            arriving = _Exchange(dkv, ring)
         if coming is not None:
             k, v = coming.wait()
-    dk, dv = arriving.wait()
+    dk, dv = dkv if arriving is None else arriving.wait()
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 

@@ -4,8 +4,8 @@ Everything but attention works on a token at a time, so a share needs no one els
 to attend over the whole sequence:
 
     heads  an all-to-all before attention gives a process all tokens of some heads, one behind it
-           the tokens back (DeepSpeed Ulysses, arXiv 2309.14509). Any attention function and option;
-           nheads must divide by the number of processes.
+           the tokens back (DeepSpeed Ulysses, arXiv 2309.14509). Any attention function, with
+           options that are the same for all heads; nheads must divide by the number of processes.
     ring   keys and values travel around (flash_kernels.ring): any number of heads, and their
            transfer hides behind the attention of the step before. Causal or full, on a GPU.
 """

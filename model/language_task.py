@@ -112,7 +112,7 @@ class CausalLMTask(LanguageModelTask):
         others: see LanguageModelTask; what is compiled is the forward pass with its loss.
     """
 
-    _context: ContextParallel | None = None
+    _parallel: ContextParallel | None = None
 
     def __init__(
         self,
@@ -150,27 +150,28 @@ class CausalLMTask(LanguageModelTask):
 
     def split_sequences(self, size: int, method: str, seqlen: int) -> None:
         """Train on shares of sequences of `seqlen` tokens: see model.context_parallel."""
-        self._context = split_sequences(self.model, size, method, seqlen)
+        self._parallel = split_sequences(self.model, size, method, seqlen)
         self._seqlen = seqlen
 
     def setup(self, stage: str) -> None:
-        if self._context is not None:
-            self._context.connect()
-            self._share = self._context.positions(self._seqlen)
+        if self._parallel is not None:
+            self._parallel.connect()
+            self._share = self._parallel.positions(self._seqlen)
 
     @functools.cached_property
     def _positions(self) -> Tensor:
         # On the device, but no buffer: DistributedDataParallel would give all ranks those of one.
         return self._share.to(self.device)
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        if self._context is None or not isinstance(batch, dict):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        # On the device: the whole batch is small, pinned and copied without a wait.
+        if self._parallel is None or not isinstance(batch, dict):
             return batch
-        return {name: tokens[:, self._share] for name, tokens in batch.items()}
+        return {name: tokens[:, self._positions] for name, tokens in batch.items()}
 
     def work(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         work = super().work(batch)
-        if self._context is not None and self._context.rank > 0:
+        if self._parallel is not None and self._parallel.rank > 0:
             work["samples"].zero_()  # a sequence counts once
         return work
 
@@ -183,7 +184,7 @@ class CausalLMTask(LanguageModelTask):
 
     def _plain_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Summed loss (float32) of one micro-batch."""
-        options = {} if self._context is None else {"positions": self._positions}
+        options = {} if self._parallel is None else {"positions": self._positions}
         return linear_next_token_loss(
             self.model.hidden(input_ids, **options),
             self.model.head_weight,
@@ -212,8 +213,8 @@ class CausalLMTask(LanguageModelTask):
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         seqlen = batch["input_ids"].shape[-1]
-        if self._context is not None:  # a share of it
-            seqlen *= self._context.size
+        if self._parallel is not None:  # a share of it
+            seqlen *= self._parallel.size
         if self._in_warmup and seqlen != self.context:
             clocks = [c for c in self.trainer.callbacks if hasattr(c, "pause_clock")]
             for clock in clocks:  # an interval of speed has one context

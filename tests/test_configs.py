@@ -301,6 +301,11 @@ def test_later_overrides_win():
         (["attention=block_sparse"], "attention=block_sparse needs a GPU"),
         (["attention=block_sparse", "+attention.pattern.size=3"], "butterfly got a wrong option"),
         (["context_parallel.size=2"], "context_parallel.size=2 must divide the 1 devices"),
+        (
+            ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
+            + ["context_parallel.size=2", "context_parallel.method=ring"],
+            "method=ring needs attention=flash and GPUs: use method=heads",
+        ),
         (["model.nheads=3"], "dim .16. must be a multiple of nheads .3."),
         (["task.micro_batch_tokens=384"], "must divide into micro-batches of 3"),
         (["trainer.precision=16-mixed"], "must be auto, bf16-mixed or 32-true"),

@@ -79,13 +79,19 @@ def _softmax(
 
 @jit
 def _load_column_keys(
-    column_keys_ptr, lists, start, index, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
+    column_keys_ptr, lists, start, index, keys_end, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
     SUB: gl.constexpr, HAS_DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """Dropout keys of a tile's columns [BLOCK_N]; without dropout anything, which nothing uses."""
+    """Dropout keys of a tile's columns [BLOCK_N]; without dropout anything, which nothing uses.
+
+    A block mask lists tiles behind the end of a short packed sequence, where any keys serve.
+    """
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
     if HAS_DROPOUT:
-        return gl.load(column_keys_ptr + tile_at(lists, start, index, SUB) * BLOCK_N + cols)
+        begin = tile_at(lists, start, index, SUB) * BLOCK_N
+        if SUB > 0:
+            begin = gl.minimum(begin, gl.maximum(keys_end - 1, 0))
+        return gl.load(column_keys_ptr + begin + cols)
     else:
         return cols
 
@@ -93,7 +99,7 @@ def _load_column_keys(
 @jit
 def _attend_tile(
     acc, probs, row_max, row_sum, q, buffers, barriers, seen, lists, start, dropout_rows,
-    column_keys_ptr, index, base, num_tiles, scale_log2, threshold, SCORES: gl.constexpr,
+    column_keys_ptr, index, base, num_tiles, keys_end, scale_log2, threshold, SCORES: gl.constexpr,
     PROBS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_DROPOUT: gl.constexpr,
     SUB: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_TOKENS: gl.constexpr, MASK_M: gl.constexpr,
     MASKED: gl.constexpr,
@@ -118,7 +124,7 @@ def _attend_tile(
     mbarrier.wait(v_full.index(stage_before), phase_before)
     acc_token = warpgroup_mma(probs, v, acc, is_async=True)
     column_keys = _load_column_keys(
-        column_keys_ptr, lists, start, index, SCORES, BLOCK_N, SUB, HAS_DROPOUT
+        column_keys_ptr, lists, start, index, keys_end, SCORES, BLOCK_N, SUB, HAS_DROPOUT
     )
     scores, acc_token = warpgroup_mma_wait(1, deps=[scores_token, acc_token])
     arrive_threads(k_empty.index(stage))
@@ -225,7 +231,7 @@ def _attend_rows(
     k = k_smem.index(stage).reshape([BLOCK_N, HEADDIM])
     scores_token = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
     column_keys = _load_column_keys(
-        column_keys_ptr, lists, start, first, SCORES, BLOCK_N, SUB, HAS_DROPOUT
+        column_keys_ptr, lists, start, first, keys_end, SCORES, BLOCK_N, SUB, HAS_DROPOUT
     )
     if turn > 0:
         # By now TMA has read the output of the row tile before.
@@ -246,9 +252,9 @@ def _attend_rows(
     for index in range(first + 1, num_tiles):
         acc, probs, row_max, row_sum = _attend_tile(
             acc, probs, row_max, row_sum, q, buffers, barriers, seen, lists, start,
-            (row_keys, row_multipliers), column_keys_ptr, index, base, num_tiles, scale_log2,
-            threshold, SCORES, PROBS, BLOCK_N, STAGES, HAS_DROPOUT, SUB, HAS_LEFT, HAS_TOKENS,
-            MASK_M, MASKED,
+            (row_keys, row_multipliers), column_keys_ptr, index, base, num_tiles, keys_end,
+            scale_log2, threshold, SCORES, PROBS, BLOCK_N, STAGES, HAS_DROPOUT, SUB, HAS_LEFT,
+            HAS_TOKENS, MASK_M, MASKED,
         )  # fmt: skip
     stage, phase = ring(base + num_tiles - 1, STAGES)
     mbarrier.wait(v_full.index(stage), phase)
@@ -330,7 +336,7 @@ def attention_forward_kernel(
 
     Descriptors: of launch.py, in boxes of one head, `rows` rows and HEADDIM columns; zeros outside.
     row_ptrs: lse, the dropout keys of rows, their multipliers, the dropout keys of columns, which
-    can be read to the end of every tile, so that no load needs a mask. row_strides: (batch, head)
+    can be read a tile beyond the last one, so that no load needs a mask. row_strides: (batch, head)
     strides of the first three and of the last. index_ptrs, sizes: of forward_producer.locate, the
     token masks packed by rows. HAS_TAIL: the last tile may hold keys that are none. MASK_M is a
     multiple of the rows of a tile, MASK_N of BLOCK_N.

@@ -51,11 +51,12 @@ def locate(
             lists, batch_index, head, row_begin // MASK_M, MASK_N // BLOCK_N
         )
         is_empty = begin == end
-        # Then any block of the list, no key of which is seen.
+        # Then any block of the list, from behind the tensor: zeros, no key of which is seen.
         start = gl.where(is_empty, 0, begin)
         num_tiles = gl.where(is_empty, 1, end - begin)
         num_partial = gl.where(is_empty, 1, full_begin - begin)
         keys_end = gl.where(is_empty, 0, keys_end)
+        batch_k = gl.where(is_empty, -1, batch_index)
     else:
         end = keys_end
         begin = keys_end * 0
@@ -67,9 +68,10 @@ def locate(
             begin = gl.maximum(row_begin + shift - window_left, 0) // BLOCK_N
         num_tiles = start + 1 - gl.minimum(begin, start)
         num_partial = keys_end * 0
+        batch_k = batch_index
     if IS_VARLEN:
         num_tiles = gl.where(row_begin < place_q[2], num_tiles, 0)
-    place_k = (batch_index, first_k, keys_end)
+    place_k = (batch_k, first_k, keys_end)
     return place_q, place_k, head, row_begin, (num_tiles, start, num_partial, seqlen_k)
 
 

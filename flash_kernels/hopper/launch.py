@@ -94,10 +94,11 @@ def descriptor(tensor: Tensor, rows: int, columns: int, is_ragged: bool) -> Tens
     Dense: (batch, nheads, seqlen, headdim). is_ragged: packed sequences, or a dense tensor whose
     sequences follow each other (is_packable).
     """
-    row_stride, head_stride = tensor.stride(-3), tensor.stride(-2)
     nheads, headdim = tensor.shape[-2:]
+    num_rows = tensor.numel() // (nheads * headdim)
     # The stride of a dimension of size 1 is never used, but has to be a multiple of 16 bytes.
-    head_stride = head_stride if nheads > 1 else 8
+    row_stride = tensor.stride(-3) if num_rows > 1 else 8
+    head_stride = tensor.stride(-2) if nheads > 1 else 8
     if is_ragged:
         sizes = [_LARGEST, _LARGEST, nheads, END.value, headdim]
         strides = [2**34 - row_stride, row_stride, head_stride, row_stride, 1]

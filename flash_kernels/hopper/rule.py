@@ -12,8 +12,8 @@ causal and other windows whose first key some query sees; dropout; grouped heads
 blocks of 128 or 256. q, k and v must be such that TMA can read them: 16-byte aligned, with strides
 that are multiples of 16 bytes, and with padded keys one sequence behind the other. Softcap and
 ALiBi are portable. Forward and backward decide each by itself: both families share one contract.
-The backward of hopper adds up dq in any order, so that its last bits vary; deterministic=True and
-torch.use_deterministic_algorithms take the portable one.
+The backward of hopper adds up dq in any order, so that its last bits vary: deterministic=True and
+torch.use_deterministic_algorithms take the portable one, or refuse kernel="hopper".
 """
 
 import functools
@@ -39,10 +39,13 @@ def choose_family(problem: Problem, kernel: str | None, direction: str) -> str:
     """
     if kernel == "portable":
         return "portable"
-    if kernel is None and (
-        direction == "backward" and torch.are_deterministic_algorithms_enabled()
-    ):
-        return "portable"
+    if direction == "backward" and torch.are_deterministic_algorithms_enabled():
+        if kernel is None:
+            return "portable"
+        raise NotImplementedError(
+            'kernel="hopper" has no deterministic backward, which '
+            'torch.use_deterministic_algorithms asks for: pass kernel="portable" or None'
+        )
     if kernel is None and not is_faster(problem, direction):
         return "portable"
     reason = reason_not_served(problem)

@@ -127,18 +127,18 @@ def column_keys_kernel(
     )
 
 
-def column_keys(problem: Problem, block: int = 1) -> Tensor | None:
+def column_keys(problem: Problem, block: int = 0) -> Tensor | None:
     """int32 keys of the dropout mask, one a key and head (drop): None without dropout.
 
-    (batch, nheads, seqlen_k) or (nheads, total_k), the last dimension longer by block - 1 with
-    anything in the rest, so that blocks of keys can be read to their end. O(batch * nheads *
+    (batch, nheads, seqlen_k) or (nheads, total_k), the last dimension longer by `block` with
+    anything in the rest, so that a block can be read wherever it begins. O(batch * nheads *
     seqlen_k) memory, made again in the backward. The keys of the rows are made where they are used.
     """
     p = problem
     if p.dropout_p == 0.0:
         return None
     *heads, length = p.column_shape
-    columns = length + block - 1
+    columns = length + block
     keys = torch.empty((*heads, columns), dtype=torch.int32, device=p.q.device)
     strides = (0, columns) if p.is_varlen else (p.nheads * columns, columns)
     num_tiles = cdiv(p.seqlen_k, _KEYS_BLOCK)

@@ -6,6 +6,7 @@ import torch
 
 from flash_kernels import (
     BlockMask,
+    block_sparse_attention,
     block_sparse_attention_varlen,
     flash_attention,
     flash_attention_varlen,
@@ -175,7 +176,7 @@ def test_padded_keys(options, headdim):
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), leaves))
 
 
-@pytest.mark.parametrize("block_m,block_n", [(128, 128), (256, 128), (128, 256)])
+@pytest.mark.parametrize("block_m,block_n", [(128, 128), (256, 128), (128, 256), (256, 256)])
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("has_tokens", [False, True])
 @pytest.mark.parametrize(
@@ -204,22 +205,33 @@ def test_block_masks(options, has_tokens, headdim, block_m, block_n):
     )
 
 
-def test_block_masks_over_packed_sequences():
-    lengths = [130, 0, 400, 511]
-    qkv = torch.randn(sum(lengths), 3, 4, 64, dtype=torch.bfloat16, device="cuda")
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("has_tokens", [False, True])
+@pytest.mark.parametrize("lengths", [[130, 0, 400, 511], [511, 20], [200, 0]])
+def test_block_masks_over_packed_sequences(lengths, has_tokens, headdim):
+    qkv = torch.randn(sum(lengths), 3, 4, headdim, dtype=torch.bfloat16, device="cuda")
     leaves = [t.requires_grad_() for t in qkv.unbind(1)]
     blocks = torch.ones(4, 4).tril(1).bool().cuda()
     blocks[2, 0] = False
-    mask = BlockMask.from_dense(blocks, seqlen_q=511, seqlen_k=511)
+    tokens = (torch.rand(512, 512) < 0.4).cuda() if has_tokens else None
+    mask = BlockMask.from_dense(blocks, seqlen_q=512, seqlen_k=512, token_mask=tokens)
     cu_seqlens = testing.make_cu_seqlens(lengths, "cuda")
-    options = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=511)
-    options.update(max_seqlen_k=511, causal=True, dropout_p=0.1, dropout_seed=2)
+    options = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=512)
+    options.update(max_seqlen_k=512, causal=True, dropout_p=0.1, dropout_seed=2)
     dout, found = torch.randn_like(qkv[:, 0]), []
     for kernel in ("hopper", "portable"):
         out = block_sparse_attention_varlen(*leaves, mask, **options, kernel=kernel)
         found.append((out, *torch.autograd.grad(out, leaves, dout)))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-2)
+
+
+def test_rows_without_blocks_are_zero_whatever_the_values_hold():
+    q, k, v = (t.detach() for t in testing.make_qkv(1, 256, 256, 2, 64, device="cuda"))
+    v[:] = float("inf")
+    blocks = torch.tensor([[True, True], [False, False]]).cuda()
+    out = block_sparse_attention(q, k, v, BlockMask.from_dense(blocks), kernel="hopper")
+    assert not out[:, 128:].any()
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,8 @@ def test_deterministic_algorithms_take_the_portable_backward():
     try:
         assert rule.choose_family(call, None, "backward") == "portable"
         assert rule.choose_family(call, None, "forward") == "hopper"
+        with pytest.raises(NotImplementedError, match="has no deterministic backward"):
+            rule.choose_family(call, "hopper", "backward")
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_kernels.ring import zigzag_positions
+from flash_kernels.ring import pair_seed, ring_attention, zigzag_positions
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def run_ring(size: int, folder: Path, cases: list[dict]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_share_is_its_part_of_the_whole(size, tmp_path):
     cases = [dict(causal=True, nheads_k=2, dropout_p=0.0)]
     if size == 2:
@@ -48,6 +48,17 @@ def test_zigzag_shares_are_a_partition_with_equal_work(size):
     # Position p sees p + 1 keys.
     assert len({int(share.sum()) for share in shares}) == 1
     assert all((share.diff() > 0).all() for share in shares)
+
+
+def test_the_batches_must_agree():
+    q = torch.zeros(2, 8, 2, 16)
+    with pytest.raises(ValueError, match=r"the same batch and rows, .*got \(2, 8\) and \(1, 8\)"):
+        ring_attention(q, q[:1], q[:1])
+
+
+def test_no_pair_of_processes_shares_a_dropout_seed():
+    seeds = [int(pair_seed(torch.tensor([11 + r]), s)) for r in range(8) for s in range(8)]
+    assert len(set(seeds)) == 64
 
 
 def test_zigzag_needs_two_chunks_a_process():

@@ -1,4 +1,4 @@
-"""Context parallelism on one process; tests/test_train.py has several."""
+"""Context parallelism on one process; tests/test_distributed.py has several."""
 
 import pytest
 import torch
