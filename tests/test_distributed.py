@@ -80,7 +80,9 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def test_a_killed_process_is_said_and_the_run_restarts(workplace):
+def test_a_killed_process_is_said_and_the_run_restarts(workplace, monkeypatch):
+    # As in scripts/train.sbatch: torchrun otherwise leaves the addresses of dead processes.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     steps = 120
     options = [f"trainer.max_steps={steps}", f"trainer.val_check_interval={steps}"]
     options += ["callbacks.checkpoints.every_n_steps=10", "resume=auto"]

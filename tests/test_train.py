@@ -90,7 +90,7 @@ def test_unknown_key_is_one_line(workplace):
 
 def test_help_lists_groups_and_examples(workplace):
     out = workplace.run("--help")
-    assert "gpt2_16k, gpt2_1k" in out and "python train.py experiment=gpt2_4k" in out
+    assert "finetune_gpt2, gpt2_16k, " in out and "python train.py experiment=gpt2_4k" in out
 
 
 @pytest.mark.gpu
