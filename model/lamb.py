@@ -121,7 +121,8 @@ def _trust_ratios(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
     for param in params:
         dtype = torch.promote_types(dtype, param.dtype)
     for tensors in (params, updates):
-        scalars = torch._foreach_norm(tensors, dtype=dtype)
+        # No dtype argument: for sharded tensors torch 2.14 takes it for the dimensions.
+        scalars = torch._foreach_norm([tensor.to(dtype) for tensor in tensors])
         # A sharded tensor's norm is a sum still to be made over ranks.
         norms.append([s.full_tensor() if hasattr(s, "full_tensor") else s for s in scalars])
     return [

@@ -53,8 +53,9 @@ def check_backward(kernel: dict) -> None:
     if kernel["kernel"] != "attention_backward_kernel":
         return check(kernel, most_spills=0)
     # dk, dv, S^T and dP^T of a 128 x 128 tile leave few of the 240 registers; dropout takes more.
+    # Outside the loops, and most with Triton 3.8.
     has_dropout = "dropout" in kernel["options"]
-    check(kernel, most_spills=512 if has_dropout else 256)
+    check(kernel, most_spills=512 if has_dropout else 384)
     assert len(kernel["loops"]) == 2, kernel
     for loop in kernel["loops"]:
         assert loop["products"] == 32, kernel  # of 16 columns: S^T, dP^T, dv, dq and dk
