@@ -3,15 +3,17 @@
     python -m scripts.compare_attention --experiments gpt2_1k gpt2_4k --steps 200 \
         --source novels.jsonl.xz --out scripts/results/compare_attention.json
 
-Same seed, data and initial weights, dropout 0. Two SDPA runs that differ only in the order of
-their sums (the batch is split otherwise) show how far curves drift apart by rounding alone;
-flash must not drift further from SDPA than that. The runs that only show this drift share the GPU
-at the end; the others have it to themselves, and their speed is measured.
+Same seed, data and initial weights, dropout 0. Training amplifies every difference of rounding, so
+each attention runs in several orders of its sums (the batch is split otherwise), and the distance
+between flash and SDPA is held against that between SDPA and SDPA. The first run of each attention
+has its GPU to itself, and its speed is measured; the others share the GPUs at the end.
 """
 
 import argparse
 import csv
+import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -20,8 +22,9 @@ from pathlib import Path
 
 from model.run import environment
 from scripts.arguments import command_line
+from scripts.trained_tables import loss_verdict
 
-CONTROL = "sdpa_other_order"
+ATTENTIONS = ("flash", "sdpa")
 NO_DROPOUT = ["model.embd_dropout=0", "model.resid_dropout=0", "model.attn_dropout=0"]
 
 
@@ -34,25 +37,27 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--source", default="embedded", help="text to train on (data.source)")
     parser.add_argument("--batch-tokens", type=int, default=65536, help="tokens of a step")
     parser.add_argument("--micro-batch-tokens", type=int, default=65536)
+    parser.add_argument("--orders", type=int, default=3, help="runs of each attention, 2 or more")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs to spread the experiments over")
     parser.add_argument("--runs-root", default="outputs/compare_attention")
     parser.add_argument("--out", default="scripts/results/compare_attention.json")
     parser.add_argument("overrides", nargs="*", help="more overrides of train.py, key=value")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.orders < 2:
+        parser.error("--orders must be at least 2: SDPA is compared with itself")
+    if args.gpus < 1:
+        parser.error("--gpus must be at least 1")
+    return args
 
 
-def variants(micro_batch_tokens: int) -> dict[str, tuple[str, int]]:
-    """Name of a run -> attention and tokens of a micro-batch."""
-    return {
-        "flash": ("flash", micro_batch_tokens),
-        "sdpa": ("sdpa", micro_batch_tokens),
-        CONTROL: ("sdpa", micro_batch_tokens // 2),
-    }
+def name_of(experiment: str, attention: str, order: int) -> str:
+    """Of a run. order: the batch is cut into 2^order times as many micro-batches."""
+    return f"{experiment}_{attention}" + (f"_order{order}" if order else "")
 
 
-def start(args, experiment: str, name: str) -> subprocess.Popen:
+def start(args, experiment: str, attention: str, order: int, device: int) -> subprocess.Popen:
     """One run in a process of its own."""
-    attention, micro_batch_tokens = variants(args.micro_batch_tokens)[name]
-    run_name = f"{experiment}_{name}"
+    run_name = name_of(experiment, attention, order)
     command = [
         sys.executable,
         "train.py",
@@ -63,7 +68,7 @@ def start(args, experiment: str, name: str) -> subprocess.Popen:
         f"data.source={args.source}",
         f"data.batch_tokens={args.batch_tokens}",
         "data.val_fraction=0",
-        f"task.micro_batch_tokens={micro_batch_tokens}",
+        f"task.micro_batch_tokens={args.micro_batch_tokens >> order}",
         f"trainer.max_steps={args.steps}",
         "task.warmup_fraction=0.1",
         "callbacks.checkpoints=null",
@@ -72,7 +77,10 @@ def start(args, experiment: str, name: str) -> subprocess.Popen:
         *args.overrides,
     ]
     print(f"== {run_name}: {' '.join(command[1:])}", flush=True)
-    return subprocess.Popen(command)
+    # The numbers of torch, which are those within what the caller may see.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    device = visible[device] if visible[0] else str(device)
+    return subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": device})
 
 
 def finish(process: subprocess.Popen) -> None:
@@ -80,9 +88,9 @@ def finish(process: subprocess.Popen) -> None:
         sys.exit(f"a run failed with exit status {process.returncode}: {process.args}")
 
 
-def read_rows(args, experiment: str, name: str) -> list[dict]:
+def read_rows(args, name: str) -> list[dict]:
     """metrics.csv of a run."""
-    with (Path(args.runs_root) / f"{experiment}_{name}" / "metrics.csv").open(newline="") as file:
+    with (Path(args.runs_root) / name / "metrics.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -94,51 +102,79 @@ def speed(rows: list[dict]) -> dict:
     return {k: statistics.median(float(r[k]) for r in timed) for k in keys if timed[0][k]}
 
 
-def distance(a: list[dict], b: list[dict]) -> dict:
-    """How far two loss curves are apart, in nats."""
-    gaps = [abs(float(x["train/loss"]) - float(y["train/loss"])) for x, y in zip(a, b, strict=True)]
-    return {"mean_abs": statistics.fmean(gaps), "max_abs": max(gaps)}
+def gaps(a: list[dict], b: list[dict]) -> list[float]:
+    """Between two loss curves, nats at each step: a - b."""
+    return [float(x["train/loss"]) - float(y["train/loss"]) for x, y in zip(a, b, strict=True)]
+
+
+def distances(pairs: list[tuple[list[dict], list[dict]]]) -> dict:
+    """How far the loss curves of each pair are apart, in nats: the mean distance of each pair, and
+    the largest of all at one step."""
+    found = [[abs(gap) for gap in gaps(a, b)] for a, b in pairs]
+    return {
+        "mean_abs": [statistics.fmean(pair) for pair in found],
+        "max_abs": max(max(pair) for pair in found),
+    }
+
+
+def compare(experiment: str, runs: dict[str, list[list[dict]]]) -> dict:
+    """The verdict: flash is within the noise if its curves are on average no further from SDPA's
+    than two of SDPA's can be from each other."""
+    between = list(itertools.product(runs["flash"], runs["sdpa"]))
+    flash_to_sdpa = distances(between)
+    sdpa_to_sdpa = distances(list(itertools.combinations(runs["sdpa"], 2)))
+    return {
+        "model": experiment,
+        "flash_to_sdpa": flash_to_sdpa,
+        "sdpa_to_sdpa": sdpa_to_sdpa,
+        "flash_to_flash": distances(list(itertools.combinations(runs["flash"], 2))),
+        # Differences of rounding have no sign.
+        "flash_minus_sdpa": statistics.fmean(gap for pair in between for gap in gaps(*pair)),
+        "flash_within_noise": statistics.fmean(flash_to_sdpa["mean_abs"])
+        <= max(sdpa_to_sdpa["mean_abs"]),
+    }
 
 
 def main() -> None:
     args = arguments()
     if Path(args.runs_root).exists():
         sys.exit(f"{args.runs_root} holds runs of another time; remove it or give --runs-root")
-    for experiment in args.experiments:
-        for name in ("flash", "sdpa"):
-            finish(start(args, experiment, name))
-    controls = [start(args, experiment, CONTROL) for experiment in args.experiments]
-    for process in controls:
+    lanes = [args.experiments[i :: args.gpus] for i in range(args.gpus)]
+    for turn in itertools.zip_longest(*lanes):
+        for attention in ATTENTIONS:
+            for process in [start(args, e, attention, 0, i) for i, e in enumerate(turn) if e]:
+                finish(process)
+    others = [
+        start(args, experiment, attention, order, device)
+        for device, lane in enumerate(lanes)
+        for experiment in lane
+        for attention in ATTENTIONS
+        for order in range(1, args.orders)
+    ]
+    for process in others:
         finish(process)
 
     rows, curves = [], []
     for experiment in args.experiments:
-        runs = {n: read_rows(args, experiment, n) for n in variants(args.micro_batch_tokens)}
-        for name, table in runs.items():
-            attention, micro = variants(args.micro_batch_tokens)[name]
-            rows.append(
-                {
-                    "impl": "ours",
-                    "model": experiment,
-                    "run": name,
-                    "attention": attention,
-                    "micro_batch_tokens": micro,
-                    "dropout_p": 0.0,
-                    **(speed(table) if name != CONTROL else {}),
-                    "first_loss": float(table[0]["train/loss"]),
-                    "last_loss": float(table[-1]["train/loss"]),
-                }
-            )
-        ours = distance(runs["flash"], runs["sdpa"])
-        noise = distance(runs[CONTROL], runs["sdpa"])
-        curves.append(
-            {
-                "model": experiment,
-                "flash_to_sdpa": ours,
-                "sdpa_to_sdpa_other_order": noise,
-                "flash_within_noise": ours["mean_abs"] <= noise["mean_abs"],
-            }
-        )
+        runs = {}
+        for attention in ATTENTIONS:
+            names = [name_of(experiment, attention, order) for order in range(args.orders)]
+            runs[attention] = [read_rows(args, name) for name in names]
+            for order, table in enumerate(runs[attention]):
+                rows.append(
+                    {
+                        "impl": "ours",
+                        "model": experiment,
+                        "run": names[order].removeprefix(f"{experiment}_"),
+                        "attention": attention,
+                        "micro_batch_tokens": args.micro_batch_tokens >> order,
+                        "dropout_p": 0.0,
+                        **(speed(table) if order == 0 else {}),
+                        "first_loss": float(table[0]["train/loss"]),
+                        "last_loss": float(table[-1]["train/loss"]),
+                    }
+                )
+        curves.append(compare(experiment, runs))
     record = {
         "name": "compare_attention",
         "command": command_line("scripts.compare_attention", omit="--out"),
@@ -154,7 +190,7 @@ def main() -> None:
         figures = " ".join(f"{k}={row[k]:.4g}" for k in row if isinstance(row[k], float))
         print(f"{row['model']} {row['run']}: {figures}")
     for curve in curves:
-        print(json.dumps(curve))
+        print(loss_verdict(curve))
     print(f"record: {args.out}")
 
 

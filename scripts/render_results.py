@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from scripts.attention_tables import speed_table
+from scripts.trained_tables import loss_verdict
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "scripts" / "results"
@@ -48,15 +49,7 @@ def compare_attention(record: dict) -> str:
     ]
     header = ["experiment", "attention", "tokens/s", "MFU full / causal", "peak GiB"]
     text = table([*header, "first loss", "last loss"], rows)
-    verdicts = []
-    for curve in record["loss_curves"]:
-        ours = curve["flash_to_sdpa"]["mean_abs"]
-        noise = curve["sdpa_to_sdpa_other_order"]["mean_abs"]
-        verdicts.append(
-            f"{curve['model']}: over the steps flash is {ours:.5f} nats from SDPA on average, and "
-            f"SDPA with another order of sums is {noise:.5f} from itself: "
-            + ("within rounding." if curve["flash_within_noise"] else "not within rounding.")
-        )
+    verdicts = [loss_verdict(curve) for curve in record["loss_curves"]]
     steps, batch = record["settings"]["steps"], record["settings"]["batch_tokens"]
     title = (
         f"**The same training run with our kernels and with torch's SDPA**: {steps} steps of "

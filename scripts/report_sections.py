@@ -14,7 +14,7 @@ from scripts.paper_numbers import (
 )
 from scripts.report_page import Section, Table
 from scripts.svg_plot import Plot
-from scripts.trained_tables import PAPER_TOKENS, results
+from scripts.trained_tables import PAPER_TOKENS, loss_verdict, results
 
 _COLOURS = {name: i for i, name in enumerate(IMPLEMENTATION_NAMES.values())}
 _TITLES = {"pytorch": "PyTorch", "flash": "flash", "block_sparse": "block-sparse"}
@@ -250,14 +250,7 @@ def training_blocks(record: dict) -> list:
     header += ["GPU-days of the paper's run, at this rate", "A100-days, paper"]
     caption = "Training; the paper's run is 400,000 steps of 524,288 tokens (tables 2 and 4)"
     blocks = [Table(header, cells, caption)]
-    for curve in record.get("loss_curves", []):
-        ours, noise = curve["flash_to_sdpa"], curve["sdpa_to_sdpa_other_order"]
-        word = "within" if curve["flash_within_noise"] else "**not within**"
-        blocks.append(
-            f"{curve['model']}: flash is {ours['mean_abs']:.5f} nats from SDPA on average over the "
-            f"steps, SDPA with another order of sums {noise['mean_abs']:.5f} from itself: {word} "
-            "rounding."
-        )
+    blocks += [loss_verdict(curve) for curve in record.get("loss_curves", [])]
     return blocks
 
 

@@ -1,6 +1,7 @@
 """Tables 1 to 6, whose rows are trained: the paper's numbers, ours from the records, a verdict."""
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -94,3 +95,15 @@ def _gain(row: PaperRow, measured: list[dict]) -> tuple[str, str] | None:
 def _word(excess: float, spread: float) -> str:
     """Ours less the paper's, where `spread` apart counts as equal."""
     return "better" if excess > spread else "reproduced" if excess >= -spread else "worse"
+
+
+def loss_verdict(curve: dict) -> str:
+    """What compare_attention found for one experiment, in a sentence."""
+    ours, noise = (curve[k]["mean_abs"] for k in ("flash_to_sdpa", "sdpa_to_sdpa"))
+    return (
+        f"{curve['model']}: over the steps, curves of flash are {statistics.fmean(ours):.4f} nats "
+        f"from those of SDPA (mean of {len(ours)} pairs), curves of SDPA {min(noise):.4f} to "
+        f"{max(noise):.4f} from each other ({len(noise)} pairs that differ in the order of their "
+        f"sums); flash - SDPA is {curve['flash_minus_sdpa']:+.4f}: "
+        + ("within rounding." if curve["flash_within_noise"] else "not within rounding.")
+    )

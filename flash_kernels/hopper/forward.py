@@ -1,11 +1,11 @@
 """Forward of attention for Hopper (sm_90), in Gluon: the contract of portable/attention_forward.py.
 
-A block takes one tile of NUM_CONSUMERS * 64 query rows of one head after the other. Its first
-warpgroup is the producer (forward_producer.py): it fills rings of K and V tiles by TMA, and begins
-the next row tile while the consumers end the last one. Each other warpgroup, a consumer, owns 64
-rows and walks the keys from the right, so that the tiles cut by a causal mask come first and hidden
-ones never load. With a block mask the walk is the mask's list of the rows, partial blocks first. A
-position of the walk means the same tile to the producer and to the consumers.
+A block works through tiles of NUM_CONSUMERS * 64 query rows of one head. Its first warpgroup is
+the producer (forward_producer.py): it takes row tiles, fills rings of K and V tiles by TMA, and
+begins the next row tile while the consumers end the last one. Each other warpgroup, a consumer,
+owns 64 rows and walks the keys from the right, so that the tiles cut by a causal mask come first
+and hidden ones never load. With a block mask the walk is the mask's list of the rows, partial
+blocks first. A position of the walk means the same tile to the producer and to the consumers.
 
 FlashAttention-3 (arXiv 2407.08608), algorithm 2: the scores of a tile are issued before the product
 of probabilities and values of the tile before, whose matrix instructions then run beside the
@@ -13,8 +13,9 @@ softmax. What differs: consumers are not synchronised with each other, and each 
 itself at the barriers that free a buffer.
 
 Barriers and their arrival counts, one phase for each use of the buffer:
-    q_full[t, c]      1: the producer's expect, completed by the bytes of the TMA load. Row tiles
-                      take the two sets t of Q buffers in turn.
+    q_full[t, c]      1: the producer's expect, completed by the bytes of the TMA load, or its
+                      arrival when no row tile is left. It publishes the number of the row tile,
+                      too. Row tiles take the two sets t of Q buffers in turn.
     q_empty[t, c]     128: every thread of consumer c, once TMA has read the output that it left in
                       the buffer.
     k_full, v_full    1: like q_full.
@@ -24,7 +25,7 @@ Barriers and their arrival counts, one phase for each use of the buffer:
 
 from ..portable import tiles
 from .addressing import coordinates
-from .forward_producer import ROWS, locate, produce, tile_at
+from .forward_producer import ROWS, locate, produce, receive, tile_at
 from .gluon_api import (
     arrive_threads,
     fence_async_shared,
@@ -150,7 +151,7 @@ def _attend_tile(
 @jit
 def _attend_rows(
     out_desc, row_ptrs, buffers, barriers, lists, place_q, keys_end, head, row_begin, walk, window,
-    turn, base, scale_log2, threshold, keep_scale, CONSUMER: gl.constexpr,
+    slot, turn, base, scale_log2, threshold, keep_scale, CONSUMER: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr, HEADDIM: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, IS_RAGGED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_TAIL: gl.constexpr, HAS_DROPOUT: gl.constexpr, SUB: gl.constexpr, MASK_M: gl.constexpr,
@@ -158,7 +159,7 @@ def _attend_rows(
 ):  # fmt: skip
     """64 query rows: out and lse. row_ptrs: lse and the dropout keys of this sequence and head.
 
-    turn: row tiles before this one, base: key tiles before its first.
+    slot: of the Q buffer. turn: row tiles before this one, base: key tiles before its first.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADDIM, 16])
@@ -171,8 +172,6 @@ def _attend_rows(
     num_tiles, start, num_partial, seqlen_k = walk
     seqlen_q = place_q[2]
     window_left, window_right = window
-    half, half_phase = ring(turn, 2)
-    slot = half * NUM_CONSUMERS + CONSUMER
     q = q_smem.index(slot).reshape([ROWS, HEADDIM])
     row_begin += CONSUMER * ROWS
     rows = row_begin + gl.arange(0, ROWS, ROW)
@@ -226,7 +225,6 @@ def _attend_rows(
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     stage, phase = ring(base + first, STAGES)
     stage_after, phase_after = ring(base + first + 1, STAGES)
-    mbarrier.wait(q_full.index(slot), half_phase)
     mbarrier.wait(k_full.index(stage), phase)
     k = k_smem.index(stage).reshape([BLOCK_N, HEADDIM])
     scores_token = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -236,7 +234,7 @@ def _attend_rows(
     if turn > 0:
         # By now TMA has read the output of the row tile before.
         store_wait(0)
-        arrive_threads(q_empty.index((1 - half) * NUM_CONSUMERS + CONSUMER))
+        arrive_threads(q_empty.index(NUM_CONSUMERS + 2 * CONSUMER - slot))
     scores = warpgroup_mma_wait(0, deps=[scores_token])
     arrive_threads(k_empty.index(stage))
     values, row_max, row_sum, _ = _softmax(
@@ -275,8 +273,8 @@ def _attend_rows(
 
 @jit
 def _consume(
-    out_desc, row_ptrs, row_strides, buffers, barriers, index_ptrs, sizes, num_items, window,
-    scale_log2, threshold, keep_scale, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+    out_desc, row_ptrs, row_strides, buffers, barriers, index_ptrs, sizes, window, scale_log2,
+    threshold, keep_scale, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     HEADDIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_VARLEN: gl.constexpr,
     HAS_LENGTHS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_TAIL: gl.constexpr, HAS_DROPOUT: gl.constexpr, MASK_M: gl.constexpr, MASK_N: gl.constexpr,
@@ -285,9 +283,11 @@ def _consume(
     """The rows of one consumer in every row tile."""
     lse_ptr, row_keys_ptr, row_multipliers_ptr, column_keys_ptr = row_ptrs
     lse_strides, column_strides = row_strides
-    turn = num_items * 0
-    base = num_items * 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+    items, q_smem, k_smem, v_smem = buffers
+    turn = sizes[0] * 0
+    base = turn
+    item, slot = receive(items, barriers[0], turn, CONSUMER, NUM_CONSUMERS)
+    while item >= 0:
         place_q, place_k, head, row_begin, walk = locate(
             item, index_ptrs, sizes, window, NUM_CONSUMERS * ROWS, BLOCK_N, IS_VARLEN, HAS_LENGTHS,
             HAS_LEFT, HAS_RIGHT, MASK_M, MASK_N,
@@ -305,16 +305,16 @@ def _consume(
             )  # fmt: skip
         else:
             own_ptrs = (lse_ptr + offset, None, None, None)
-        num_tiles = walk[0]
-        if num_tiles > 0:
-            _attend_rows(
-                out_desc, own_ptrs, buffers, barriers, index_ptrs[3], place_q, place_k[2], head,
-                row_begin, walk, window, turn, base, scale_log2, threshold, keep_scale, CONSUMER,
-                NUM_CONSUMERS, HEADDIM, BLOCK_N, STAGES, IS_VARLEN or HAS_LENGTHS, HAS_LEFT,
-                HAS_RIGHT, HAS_TAIL, HAS_DROPOUT, MASK_N // BLOCK_N, MASK_M, HAS_TOKENS,
-            )  # fmt: skip
-            turn += 1
-            base += num_tiles
+        _attend_rows(
+            out_desc, own_ptrs, (q_smem, k_smem, v_smem), barriers, index_ptrs[3], place_q,
+            place_k[2], head, row_begin, walk, window, slot, turn, base, scale_log2, threshold,
+            keep_scale, CONSUMER, NUM_CONSUMERS, HEADDIM, BLOCK_N, STAGES,
+            IS_VARLEN or HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, HAS_TAIL, HAS_DROPOUT,
+            MASK_N // BLOCK_N, MASK_M, HAS_TOKENS,
+        )  # fmt: skip
+        turn += 1
+        base += walk[0]
+        item, slot = receive(items, barriers[0], turn, CONSUMER, NUM_CONSUMERS)
     store_wait(0)
 
 
@@ -323,8 +323,8 @@ _LENGTHS = ["row_strides", "sizes", "group_size", "num_items", "window", "thresh
 
 @jit(do_not_specialize=_LENGTHS)
 def attention_forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, row_ptrs, row_strides, index_ptrs, sizes, group_size,
-    num_items, window, scale_log2, threshold, keep_scale,
+    q_desc, k_desc, v_desc, out_desc, row_ptrs, row_strides, counter_ptr, index_ptrs, sizes,
+    group_size, num_items, window, scale_log2, threshold, keep_scale,
     NUM_CONSUMERS: gl.constexpr, HEADDIM: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, IS_VARLEN: gl.constexpr,
     HAS_LENGTHS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
@@ -333,6 +333,8 @@ def attention_forward_kernel(
 ):  # fmt: skip
     """Grid: at most num_items = num_row_tiles * batch * nheads, best one for each multiprocessor;
     4 warps.
+
+    counter_ptr: an int32 zero, if the grid has fewer blocks than num_items, else None.
 
     Descriptors: of launch.py, in boxes of one head, `rows` rows and HEADDIM columns; zeros outside.
     row_ptrs: lse, the dropout keys of rows, their multipliers, the dropout keys of columns, which
@@ -367,24 +369,25 @@ def attention_forward_kernel(
         mbarrier.init(v_empty.index(stage), count=128 * NUM_CONSUMERS)
     fence_async_shared()
 
-    buffers = (q_smem, k_smem, v_smem)
+    items = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    buffers = (items, q_smem, k_smem, v_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if NUM_CONSUMERS == 2:
         gl.warp_specialize([
             (produce, (
-                (q_desc, k_desc, v_desc), buffers, barriers, index_ptrs, sizes, group_size,
-                num_items, window, NUM_CONSUMERS, BLOCK_N, STAGES, IS_VARLEN, HAS_LENGTHS,
-                HAS_LEFT, HAS_RIGHT, MASK_M, MASK_N,
+                (q_desc, k_desc, v_desc), buffers, barriers, counter_ptr, index_ptrs, sizes,
+                group_size, num_items, window, NUM_CONSUMERS, BLOCK_N, STAGES, IS_VARLEN,
+                HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, MASK_M, MASK_N,
             )),
             (_consume, (
-                out_desc, row_ptrs, row_strides, buffers, barriers, index_ptrs, sizes, num_items,
-                window, scale_log2, threshold, keep_scale, 0, NUM_CONSUMERS, HEADDIM, BLOCK_N,
+                out_desc, row_ptrs, row_strides, buffers, barriers, index_ptrs, sizes, window,
+                scale_log2, threshold, keep_scale, 0, NUM_CONSUMERS, HEADDIM, BLOCK_N,
                 STAGES, IS_VARLEN, HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, HAS_TAIL, HAS_DROPOUT, MASK_M,
                 MASK_N, HAS_TOKENS,
             )),
             (_consume, (
-                out_desc, row_ptrs, row_strides, buffers, barriers, index_ptrs, sizes, num_items,
-                window, scale_log2, threshold, keep_scale, 1, NUM_CONSUMERS, HEADDIM, BLOCK_N,
+                out_desc, row_ptrs, row_strides, buffers, barriers, index_ptrs, sizes, window,
+                scale_log2, threshold, keep_scale, 1, NUM_CONSUMERS, HEADDIM, BLOCK_N,
                 STAGES, IS_VARLEN, HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, HAS_TAIL, HAS_DROPOUT, MASK_M,
                 MASK_N, HAS_TOKENS,
             )),
@@ -392,25 +395,25 @@ def attention_forward_kernel(
     else:
         gl.warp_specialize([
             (produce, (
-                (q_desc, k_desc, v_desc), buffers, barriers, index_ptrs, sizes, group_size,
-                num_items, window, NUM_CONSUMERS, BLOCK_N, STAGES, IS_VARLEN, HAS_LENGTHS,
-                HAS_LEFT, HAS_RIGHT, MASK_M, MASK_N,
+                (q_desc, k_desc, v_desc), buffers, barriers, counter_ptr, index_ptrs, sizes,
+                group_size, num_items, window, NUM_CONSUMERS, BLOCK_N, STAGES, IS_VARLEN,
+                HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, MASK_M, MASK_N,
             )),
             (_consume, (
-                out_desc, row_ptrs, row_strides, buffers, barriers, index_ptrs, sizes, num_items,
-                window, scale_log2, threshold, keep_scale, 0, NUM_CONSUMERS, HEADDIM, BLOCK_N,
+                out_desc, row_ptrs, row_strides, buffers, barriers, index_ptrs, sizes, window,
+                scale_log2, threshold, keep_scale, 0, NUM_CONSUMERS, HEADDIM, BLOCK_N,
                 STAGES, IS_VARLEN, HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, HAS_TAIL, HAS_DROPOUT, MASK_M,
                 MASK_N, HAS_TOKENS,
             )),
             (_consume, (
-                out_desc, row_ptrs, row_strides, buffers, barriers, index_ptrs, sizes, num_items,
-                window, scale_log2, threshold, keep_scale, 1, NUM_CONSUMERS, HEADDIM, BLOCK_N,
+                out_desc, row_ptrs, row_strides, buffers, barriers, index_ptrs, sizes, window,
+                scale_log2, threshold, keep_scale, 1, NUM_CONSUMERS, HEADDIM, BLOCK_N,
                 STAGES, IS_VARLEN, HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, HAS_TAIL, HAS_DROPOUT, MASK_M,
                 MASK_N, HAS_TOKENS,
             )),
             (_consume, (
-                out_desc, row_ptrs, row_strides, buffers, barriers, index_ptrs, sizes, num_items,
-                window, scale_log2, threshold, keep_scale, 2, NUM_CONSUMERS, HEADDIM, BLOCK_N,
+                out_desc, row_ptrs, row_strides, buffers, barriers, index_ptrs, sizes, window,
+                scale_log2, threshold, keep_scale, 2, NUM_CONSUMERS, HEADDIM, BLOCK_N,
                 STAGES, IS_VARLEN, HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, HAS_TAIL, HAS_DROPOUT, MASK_M,
                 MASK_N, HAS_TOKENS,
             )),

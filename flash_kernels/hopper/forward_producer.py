@@ -1,8 +1,10 @@
 """What a block of the Hopper forward works through, row tiles and for each the key tiles that it
 walks, and the warpgroup that loads them.
 
-The grid is persistent: a block takes every num_programs-th row tile in the order of
-tiles.program_order. The producer and the consumers find each row tile for themselves.
+The grid is persistent. A block begins with the row tile of its number, in the order of
+tiles.program_order, and then takes the next that no block has taken: shares of unequal row tiles
+(causal, packed, sparse) would not end together otherwise. The producer takes them and passes each
+number to the consumers beside the Q buffers.
 """
 
 from ..portable import sparse, tiles
@@ -11,6 +13,8 @@ from .gluon_api import gl, jit, mbarrier, ring, tma_load
 
 # Query rows of a warpgroup: one matrix instruction high.
 ROWS: gl.constexpr = gl.constexpr(64)
+# Of the number of a row tile in shared memory: every thread holds it.
+ITEM: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @jit
@@ -45,6 +49,11 @@ def locate(
     keys_end = tiles.num_visible_keys(lengths_k_ptr, batch_index, seqlen_k, HAS_LENGTHS)
     keys_end = gl.maximum(keys_end, 0)
     row_begin = row_tile * BLOCK_M
+    if HAS_RIGHT and MASK_N == 0 and not IS_RAGGED:
+        # Row tiles that end with the sequence: the one that would reach over its end reaches over
+        # its beginning, where rows see few keys. There it moves up, as TMA writes to no negative
+        # row, and computes some rows that the next one computes too, to the same bits.
+        row_begin = gl.maximum(row_begin - (num_row_tiles * BLOCK_M - seqlen_q), 0)
     shift = seqlen_k - place_q[2]
     if MASK_N > 0:
         begin, full_begin, end = sparse.listed_range(
@@ -85,36 +94,61 @@ def tile_at(lists, start, index, SUB: gl.constexpr):
 
 
 @jit
+def _post(items, barriers, turn, item, NUM_CONSUMERS: gl.constexpr):
+    """Pass on the row tile of this turn once its Q buffers are free; the next phases of q_full
+    publish it."""
+    q_empty = barriers[1]
+    half, half_phase = ring(turn, 2)
+    # The wait for the phase before the first passes at once: every buffer starts empty.
+    for consumer in gl.static_range(NUM_CONSUMERS):
+        mbarrier.wait(q_empty.index(half * NUM_CONSUMERS + consumer), half_phase ^ 1)
+    items.index(half).store(gl.full([1], item, gl.int32, ITEM))
+    return half * NUM_CONSUMERS
+
+
+@jit
+def receive(items, q_full, turn, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
+    """(row tile, or -1 behind the last one; slot of its Q buffer, which has arrived)."""
+    half, half_phase = ring(turn, 2)
+    slot = half * NUM_CONSUMERS + CONSUMER
+    mbarrier.wait(q_full.index(slot), half_phase)
+    return gl.max(items.index(half).load(ITEM), 0), slot
+
+
+@jit
 def produce(
-    descs, buffers, barriers, index_ptrs, sizes, group_size, num_items, window,
+    descs, buffers, barriers, counter_ptr, index_ptrs, sizes, group_size, num_items, window,
     NUM_CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     IS_VARLEN: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, MASK_M: gl.constexpr, MASK_N: gl.constexpr,
 ):  # fmt: skip
-    """For each row tile load Q, then the K and V tiles of the walk."""
+    """For each row tile load Q, then the K and V tiles of the walk.
+
+    counter_ptr: int32, the row tiles taken beside the first ones; None if there are no others.
+    """
     q_desc, k_desc, v_desc = descs
-    q_smem, k_smem, v_smem = buffers
+    items, q_smem, k_smem, v_smem = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     IS_RAGGED: gl.constexpr = IS_VARLEN or HAS_LENGTHS
     SUB: gl.constexpr = MASK_N // BLOCK_N
     lists = index_ptrs[3]
     turn = num_items * 0
     base = num_items * 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+    item = gl.program_id(0)
+    while item < num_items:
         place_q, place_k, head, row_begin, walk = locate(
             item, index_ptrs, sizes, window, NUM_CONSUMERS * ROWS, BLOCK_N, IS_VARLEN, HAS_LENGTHS,
             HAS_LEFT, HAS_RIGHT, MASK_M, MASK_N,
         )  # fmt: skip
         num_tiles, start, _, _ = walk
         if num_tiles > 0:
-            half, half_phase = ring(turn, 2)
-            # The wait for the phase before the first passes at once: every buffer starts empty.
+            slot = _post(items, barriers, turn, item, NUM_CONSUMERS)
             for consumer in gl.static_range(NUM_CONSUMERS):
-                slot = half * NUM_CONSUMERS + consumer
-                mbarrier.wait(q_empty.index(slot), half_phase ^ 1)
-                mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
+                mbarrier.expect(q_full.index(slot + consumer), q_desc.block_type.nbytes)
                 coords = coordinates(place_q, head, row_begin + consumer * ROWS, 0, IS_RAGGED)
-                tma_load(q_desc, coords, q_full.index(slot), q_smem.index(slot))
+                tma_load(
+                    q_desc, coords, q_full.index(slot + consumer), q_smem.index(slot + consumer)
+                )
             tile = tile_at(lists, start, 0, SUB)
             for index in range(num_tiles):
                 stage, phase = ring(base + index, STAGES)
@@ -129,3 +163,11 @@ def produce(
                 tma_load(v_desc, coords, v_full.index(stage), v_smem.index(stage))
             turn += 1
             base += num_tiles
+        if counter_ptr is None:
+            item = num_items
+        else:
+            # While the consumers work through what the rings hold.
+            item = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    slot = _post(items, barriers, turn, item * 0 - 1, NUM_CONSUMERS)
+    for consumer in gl.static_range(NUM_CONSUMERS):
+        mbarrier.arrive(q_full.index(slot + consumer), count=1)

@@ -59,21 +59,6 @@ def backward_tile(problem: Problem) -> BackwardTile:
     return BackwardTile(128 if problem.headdim <= 64 else 64, 2, 240)
 
 
-def num_forward_blocks(problem: Problem, num_items: int) -> int:
-    """Size of the forward's grid.
-
-    As many blocks as run at once, if their shares of the row tiles take about the same time: the
-    loads of a row tile then run beside the end of the one before. Else a block for each row tile,
-    which the GPU hands out as others end. At headdim 64 that costs more than uneven shares do.
-    """
-    p = problem
-    is_uneven = p.is_varlen or p.lengths_k is not None or p.mask is not None
-    is_causal = p.has_right and not p.has_left
-    if is_uneven or (is_causal and p.headdim > 64):
-        return num_items
-    return min(num_items, num_multiprocessors(p.q.device))
-
-
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Those of the GPU; of an H200 where kernels are compiled for one that is not there."""
@@ -172,13 +157,17 @@ def attention_forward(problem: Problem) -> tuple[Tensor, Tensor]:
     num_items = num_heads * num_row_tiles
     with p.device_guard():
         keys = column_keys(p, tile.block_n)
-        attention_forward_kernel[(num_forward_blocks(p, num_items),)](
+        num_blocks = min(num_items, num_multiprocessors(p.q.device))
+        counter = None
+        if num_blocks < num_items:
+            counter = torch.zeros(1, dtype=torch.int32, device=p.q.device)
+        attention_forward_kernel[(num_blocks,)](
             descriptor(p.q, ROWS.value, columns, is_ragged),
             descriptor(p.k, tile.block_n, columns, is_ragged),
             descriptor(p.v, tile.block_n, columns, is_ragged),
             descriptor(out, ROWS.value, columns, is_ragged),
             (lse, *row_keys(p), keys), (p.lse_strides, _head_strides(keys, p.is_varlen)),
-            (p.cu_seqlens_q, p.cu_seqlens_k, p.lengths_k, _lists(p, by_column=False)),
+            counter, (p.cu_seqlens_q, p.cu_seqlens_k, p.lengths_k, _lists(p, by_column=False)),
             (p.nheads, num_heads, p.seqlen_q, p.seqlen_k, num_row_tiles, heads_per_group(p)),
             p.group_size, num_items, p.window, p.scale_log2, p.dropout_threshold, p.keep_scale,
             NUM_CONSUMERS=tile.num_consumers, BLOCK_N=tile.block_n, STAGES=tile.num_stages,

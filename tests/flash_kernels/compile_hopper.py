@@ -139,9 +139,9 @@ def figures(kernel) -> dict:
 
 def launch_case(direction, headdim, dtype, options, seqlen_q=200, seqlen_k=200):
     shape = (400,) if "varlen" in options else (2, seqlen_q)
-    q = torch.zeros(*shape, 4, headdim, dtype=_DTYPES[dtype])
+    q = torch.zeros(*shape, 68, headdim, dtype=_DTYPES[dtype])
     shape = (400,) if "varlen" in options else (2, seqlen_k)
-    k = torch.zeros(*shape, 2, headdim, dtype=_DTYPES[dtype])
+    k = torch.zeros(*shape, 34, headdim, dtype=_DTYPES[dtype])
     more = {}
     if "dropout" in options:
         more.update(dropout_seed=torch.zeros(1, dtype=torch.int64), dropout_p=0.1)

@@ -21,7 +21,7 @@ def test_a_changed_record_changes_the_readme(tmp_path, monkeypatch):
         "first_loss": 11.0,
         "last_loss": 3.5,
     }
-    drift = {"mean_abs": 0.001, "max_abs": 0.002}
+    drift = {"mean_abs": [0.001, 0.003], "max_abs": 0.004}
     record = {
         "command": "python -m scripts.compare_attention",
         "date": "2026-01-02T03:04:05+00:00",
@@ -33,7 +33,8 @@ def test_a_changed_record_changes_the_readme(tmp_path, monkeypatch):
             {
                 "model": "gpt2_1k",
                 "flash_to_sdpa": drift,
-                "sdpa_to_sdpa_other_order": drift,
+                "sdpa_to_sdpa": drift,
+                "flash_minus_sdpa": -0.0001,
                 "flash_within_noise": True,
             }
         ],
@@ -41,4 +42,7 @@ def test_a_changed_record_changes_the_readme(tmp_path, monkeypatch):
     (tmp_path / "compare_attention.json").write_text(render_results.json.dumps(record))
     text = render_results.updated(readme)
     assert "| gpt2_1k | flash | 123,457 | 50.0% / 45.0% | 12.3 | 11.0000 | 3.5000 |" in text
+    assert (
+        "0.0020 nats from those of SDPA (mean of 2 pairs), curves of SDPA 0.0010 to 0.0030" in text
+    )
     assert text.startswith("top\n") and text.endswith("\nbottom\n")
