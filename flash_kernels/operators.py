@@ -17,10 +17,14 @@ from .portable.attention_backward import attention_backward as portable_backward
 from .portable.attention_forward import attention_forward as portable_forward
 from .portable.checks import cu_seqlens_hold
 from .portable.decode import attention_decode as portable_decode
+from .portable.kernel_launch import Bounded
 from .portable.launch import Problem, WalkedMask
 
 _LIBRARY = torch.library.Library("flash_kernels", "DEF")
 _PLAIN = (Tensor, torch.nn.Parameter)
+# Calls whose shapes, strides, options and so on differ. Where they all do, a launch takes longer.
+_MAX_KNOWN = 512
+_known = Bounded(_MAX_KNOWN)
 
 NO_BLOCKS = (*(None,) * 7, 0, 0)  # the operators' arguments without a block mask
 _NUM_TENSORS = 15  # the leading arguments of attention_forward
@@ -64,7 +68,22 @@ def _problem(
         rows = BlockLists(row_bounds, row_indices, row_patterns)
         cols = BlockLists(col_bounds, col_indices, col_patterns)
         blocks = WalkedMask(rows, cols, token_masks, block_m, block_n)
-    return Problem(
+    index_tensors = (cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed)
+    tensors = (
+        q, k, v, *index_tensors, row_bounds, row_indices, row_patterns, col_bounds, col_indices,
+        col_patterns, token_masks,
+    )  # fmt: skip
+    # All that a launch is decided by, so that the contents and addresses of tensors remain.
+    key = (
+        q.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, cu_seqlens_q is cu_seqlens_k,
+        block_m, block_n, max_seqlen_q, max_seqlen_k, softmax_scale, softcap, window_left,
+        window_right, dropout_p, autotune,
+        *[t if t is None else (t.shape, t.stride(), t.dtype) for t in tensors],
+    )  # fmt: skip
+    known = _known.get(key)
+    if known is not None:
+        return known.with_tensors(q, k, v, *index_tensors, blocks)
+    problem = Problem(
         q,
         k,
         v,
@@ -83,12 +102,21 @@ def _problem(
         blocks=blocks,
         autotune=autotune,
     )
+    _known.keep(key, problem.with_tensors(None, None, None))
+    return problem
+
+
+def _family(problem: Problem, kernel: str | None, direction: str) -> str:
+    key = (kernel, direction, torch.are_deterministic_algorithms_enabled())
+    if key not in problem.families:
+        problem.families[key] = choose_family(problem, kernel, direction)
+    return problem.families[key]
 
 
 def forward(q, k, v, *options) -> tuple[Tensor, Tensor]:
     *options, kernel, autotune = options
     problem = _problem(q, k, v, *options, autotune)
-    if choose_family(problem, kernel, "forward") == "portable":
+    if _family(problem, kernel, "forward") == "portable":
         return portable_forward(problem)
     # Only here: Gluon is not there on every machine.
     from .hopper.launch import attention_forward as hopper_forward
@@ -99,7 +127,7 @@ def forward(q, k, v, *options) -> tuple[Tensor, Tensor]:
 def backward(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor]:
     *options, kernel, autotune = options
     problem = _problem(q, k, v, *options, autotune)
-    if choose_family(problem, kernel, "backward") == "portable":
+    if _family(problem, kernel, "backward") == "portable":
         return portable_backward(problem, dout, dlse, out, lse)
     from .hopper.launch import attention_backward as hopper_backward
 
@@ -272,17 +300,28 @@ class _EagerAttention(torch.autograd.Function):
     which together take as long as the launch."""
 
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx, q, k, v, others):
+        inputs = (q, k, v, *others)
         output = forward(*inputs)
         _save_for_backward(ctx, inputs, output)
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, dlse):
-        if is_in_torch_dispatch_mode():
-            return _differentiate(ctx, dout, dlse)
-        return _differentiate(ctx, dout, dlse, backward)
+        if torch.is_grad_enabled():  # create_graph
+            return _eager_backward_once(ctx, dout, dlse)
+        return _eager_backward(ctx, dout, dlse)
+
+
+def _eager_backward(ctx, dout, dlse):
+    if is_in_torch_dispatch_mode():
+        gradients = _differentiate(ctx, dout, dlse)
+    else:
+        gradients = _differentiate(ctx, dout, dlse, backward)
+    return *gradients[:3], None
+
+
+_eager_backward_once = once_differentiable(_eager_backward)
 
 
 def attend(*inputs) -> tuple[Tensor, Tensor]:
@@ -293,4 +332,4 @@ def attend(*inputs) -> tuple[Tensor, Tensor]:
         return _FuncAttention.apply(*inputs)
     if is_in_torch_dispatch_mode() or any(type(t) not in _PLAIN for t in inputs[:3]):
         return torch.ops.flash_kernels.attention_forward(*inputs)
-    return _EagerAttention.apply(*inputs)
+    return _EagerAttention.apply(*inputs[:3], inputs[3:])
