@@ -22,9 +22,8 @@ from .portable.launch import Problem, WalkedMask
 
 _LIBRARY = torch.library.Library("flash_kernels", "DEF")
 _PLAIN = (Tensor, torch.nn.Parameter)
-# Calls whose shapes, strides, options and so on differ. Where they all do, a launch takes longer.
-_MAX_KNOWN = 512
-_known = Bounded(_MAX_KNOWN)
+# Problems without their tensors, by all that their launches depend on.
+_problems = Bounded(512)
 
 NO_BLOCKS = (*(None,) * 7, 0, 0)  # the operators' arguments without a block mask
 _NUM_TENSORS = 15  # the leading arguments of attention_forward
@@ -57,6 +56,19 @@ _LIBRARY.define(
 _LIBRARY.define("check_cache_lengths(Tensor cache_lengths, SymInt longest) -> ()")
 
 
+def metadata(q, k, v, cu_seqlens_q, cu_seqlens_k, *tensors) -> tuple:
+    """All that checks and launches read of tensors, but for their contents."""
+    return (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
+        cu_seqlens_q is cu_seqlens_k,
+        *[
+            t if t is None else (t.shape, t.stride(), t.dtype, t.device)
+            for t in (cu_seqlens_q, cu_seqlens_k, *tensors)
+        ],
+    )  # fmt: skip
+
+
 def _problem(
     q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, row_bounds,
     row_indices, row_patterns, col_bounds, col_indices, col_patterns, token_masks, block_m, block_n,
@@ -69,18 +81,15 @@ def _problem(
         cols = BlockLists(col_bounds, col_indices, col_patterns)
         blocks = WalkedMask(rows, cols, token_masks, block_m, block_n)
     index_tensors = (cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed)
-    tensors = (
-        q, k, v, *index_tensors, row_bounds, row_indices, row_patterns, col_bounds, col_indices,
-        col_patterns, token_masks,
-    )  # fmt: skip
-    # All that a launch is decided by, so that the contents and addresses of tensors remain.
     key = (
-        q.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, cu_seqlens_q is cu_seqlens_k,
+        metadata(
+            q, k, v, *index_tensors, row_bounds, row_indices, row_patterns, col_bounds,
+            col_indices, col_patterns, token_masks,
+        ),
         block_m, block_n, max_seqlen_q, max_seqlen_k, softmax_scale, softcap, window_left,
         window_right, dropout_p, autotune,
-        *[t if t is None else (t.shape, t.stride(), t.dtype) for t in tensors],
     )  # fmt: skip
-    known = _known.get(key)
+    known = _problems.get(key)
     if known is not None:
         return known.with_tensors(q, k, v, *index_tensors, blocks)
     problem = Problem(
@@ -102,7 +111,7 @@ def _problem(
         blocks=blocks,
         autotune=autotune,
     )
-    _known.keep(key, problem.with_tensors(None, None, None))
+    _problems.keep(key, problem.with_tensors(None, None, None))
     return problem
 
 
@@ -113,9 +122,19 @@ def _family(problem: Problem, kernel: str | None, direction: str) -> str:
     return problem.families[key]
 
 
+def known_problem(*inputs) -> Problem:
+    """What attend takes as `known`, for all calls whose inputs differ in nothing but the contents
+    and addresses of tensors."""
+    *inputs, _, autotune = inputs
+    return _problem(*inputs, autotune).with_tensors(None, None, None)
+
+
 def forward(q, k, v, *options) -> tuple[Tensor, Tensor]:
     *options, kernel, autotune = options
-    problem = _problem(q, k, v, *options, autotune)
+    return _forward(_problem(q, k, v, *options, autotune), kernel)
+
+
+def _forward(problem: Problem, kernel: str | None) -> tuple[Tensor, Tensor]:
     if _family(problem, kernel, "forward") == "portable":
         return portable_forward(problem)
     # Only here: Gluon is not there on every machine.
@@ -176,6 +195,14 @@ def _check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, total_q, total_k, max_seqlen_q
         f"{max_seqlen_q} or max_seqlen_k = {max_seqlen_k}"
     )
     _assert(holds, message, cu_seqlens_q, cu_seqlens_k)
+
+
+def check_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *numbers: int) -> None:
+    """flash_kernels::check_cu_seqlens."""
+    if is_eager(cu_seqlens_q, cu_seqlens_q, cu_seqlens_k):
+        _check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, *numbers)
+    else:
+        torch.ops.flash_kernels.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, *numbers)
 
 
 def _check_cache_lengths(cache_lengths, longest):
@@ -300,10 +327,12 @@ class _EagerAttention(torch.autograd.Function):
     which together take as long as the launch."""
 
     @staticmethod
-    def forward(ctx, q, k, v, others):
-        inputs = (q, k, v, *others)
-        output = forward(*inputs)
-        _save_for_backward(ctx, inputs, output)
+    def forward(ctx, q, k, v, others, known):
+        if known is None:
+            output = forward(q, k, v, *others)
+        else:
+            output = _forward(known.with_tensors(q, k, v, *others[:5]), others[-2])
+        _save_for_backward(ctx, (q, k, v, *others), output)
         return output
 
     @staticmethod
@@ -318,18 +347,31 @@ def _eager_backward(ctx, dout, dlse):
         gradients = _differentiate(ctx, dout, dlse)
     else:
         gradients = _differentiate(ctx, dout, dlse, backward)
-    return *gradients[:3], None
+    return *gradients[:3], None, None
 
 
 _eager_backward_once = once_differentiable(_eager_backward)
 
 
-def attend(*inputs) -> tuple[Tensor, Tensor]:
-    """flash_kernels::attention_forward, also below the transforms of torch.func."""
-    if torch.compiler.is_compiling():
-        return torch.ops.flash_kernels.attention_forward(*inputs)
-    if torch._C._are_functorch_transforms_active():
-        return _FuncAttention.apply(*inputs)
-    if is_in_torch_dispatch_mode() or any(type(t) not in _PLAIN for t in inputs[:3]):
-        return torch.ops.flash_kernels.attention_forward(*inputs)
-    return _EagerAttention.apply(*inputs[:3], inputs[3:])
+def is_eager(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether nothing of torch's machinery but autograd looks at the call."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or is_in_torch_dispatch_mode()
+        or type(q) not in _PLAIN
+        or type(k) not in _PLAIN
+        or type(v) not in _PLAIN
+    )
+
+
+def attend(q, k, v, *others, known: Problem | None = None) -> tuple[Tensor, Tensor]:
+    """flash_kernels::attention_forward, also below the transforms of torch.func.
+
+    known: of an eager call, known_problem of an earlier one like it.
+    """
+    if known is not None or is_eager(q, k, v):
+        return _EagerAttention.apply(q, k, v, others, known)
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return _FuncAttention.apply(q, k, v, *others)
+    return torch.ops.flash_kernels.attention_forward(q, k, v, *others)
