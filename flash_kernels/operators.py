@@ -8,6 +8,7 @@ operators trust them.
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -145,6 +146,8 @@ def _forward(problem: Problem, kernel: str | None) -> tuple[Tensor, Tensor]:
 
 def backward(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor]:
     *options, kernel, autotune = options
+    if dout.dtype != q.dtype:  # launches are kept by the dtype of q
+        raise ValueError(f"dout must be {q.dtype} like q, got {dout.dtype}")
     problem = _problem(q, k, v, *options, autotune)
     if _family(problem, kernel, "backward") == "portable":
         return portable_backward(problem, dout, dlse, out, lse)
@@ -351,6 +354,8 @@ def _eager_backward(ctx, dout, dlse):
 
 
 _eager_backward_once = once_differentiable(_eager_backward)
+# Without what Function.apply does for the tensors that is_eager leaves out.
+_apply = super(torch.autograd.Function, _EagerAttention).apply
 
 
 def is_eager(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -362,6 +367,10 @@ def is_eager(q: Tensor, k: Tensor, v: Tensor) -> bool:
         or type(q) not in _PLAIN
         or type(k) not in _PLAIN
         or type(v) not in _PLAIN
+        # What a transform of torch.func left behind; it hides its storage.
+        or is_functorch_wrapped_tensor(q)
+        or is_functorch_wrapped_tensor(k)
+        or is_functorch_wrapped_tensor(v)
     )
 
 
@@ -370,8 +379,12 @@ def attend(q, k, v, *others, known: Problem | None = None) -> tuple[Tensor, Tens
 
     known: of an eager call, known_problem of an earlier one like it.
     """
-    if known is not None or is_eager(q, k, v):
-        return _EagerAttention.apply(q, k, v, others, known)
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if known is not None:
+        return _apply(q, k, v, others, known)
+    if torch.compiler.is_compiling():
+        return torch.ops.flash_kernels.attention_forward(q, k, v, *others)
+    if torch._C._are_functorch_transforms_active():
         return _FuncAttention.apply(q, k, v, *others)
-    return torch.ops.flash_kernels.attention_forward(q, k, v, *others)
+    if is_in_torch_dispatch_mode() or any(type(t) not in _PLAIN for t in (q, k, v)):
+        return torch.ops.flash_kernels.attention_forward(q, k, v, *others)
+    return _EagerAttention.apply(q, k, v, others, None)

@@ -228,16 +228,21 @@ def attention_backward(
         keys = column_keys(p, BLOCK_KEYS.value)
         row_words = compute_row_words(p, dout, dlse, out, lse)
         dq_sum = torch.zeros(p.q.shape, dtype=torch.float32, device=p.q.device)
-        p.launch(_backward_launch, p.strides(dout))(
+        p.launch(_backward_launch, dout.stride())(
             p.q, dout, p.k, p.v, dk, dv, dq_sum, row_words, row_words.view(torch.int32), keys,
             p.cu_seqlens_q, p.cu_seqlens_k, p.lengths_k, _lists(p, by_column=True), p.lse_strides,
             _head_strides(keys, p.is_varlen),
         )  # fmt: skip
-        round_scaled(dq_sum, p.softmax_scale * p.keep_scale, dq)
+        p.launch(_round_launch)(dq_sum, dq)
     return dq, dk, dv
 
 
-def _backward_launch(problem: Problem, dout_strides: tuple[int, int, int]) -> Launch:
+def _round_launch(problem: Problem) -> Launch:
+    p = problem
+    return round_scaled(p.softmax_scale * p.keep_scale, p.q.numel())
+
+
+def _backward_launch(problem: Problem, dout_strides: tuple[int, ...]) -> Launch:
     p = problem
     tile = backward_tile(p)
     flags = _flags(p, BLOCK_KEYS.value)

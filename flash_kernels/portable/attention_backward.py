@@ -282,14 +282,8 @@ def compute_row_words(
     """The words of delta_kernel, float32 (*lse.shape, 4)."""
     p = problem
     row_words = torch.empty((*lse.shape, 4), dtype=torch.float32, device=lse.device)
-    if dlse is None:
-        dlse_strides = None
-    elif p.is_varlen:
-        dlse_strides = (0, dlse.stride(0), dlse.stride(1))
-    else:
-        dlse_strides = tuple(dlse.stride())
-    strides = (p.strides(out), p.strides(dout), dlse_strides)
-    launch = p.launch(_row_words_launch, *strides)
+    dlse_strides = None if dlse is None else dlse.stride()
+    launch = p.launch(_row_words_launch, out.stride(), dout.stride(), dlse_strides)
     launch(out, dout, lse, dlse, row_words, p.dropout_seed, p.cu_seqlens_q)
     return row_words
 
@@ -301,8 +295,8 @@ def _row_words_launch(
     num_tiles = cdiv(p.seqlen_q, _DELTA_ROWS)
     flags = p.flags()
     numbers = (
-        out_strides, dout_strides, p.lse_strides, dlse_strides or (0, 0, 0), p.nheads, p.seqlen_q,
-        num_tiles, 1.0 / p.keep_scale,
+        p.strides(out_strides), p.strides(dout_strides), p.lse_strides,
+        p.strides(dlse_strides or (0, 0, 0)), p.nheads, p.seqlen_q, num_tiles, 1.0 / p.keep_scale,
     )  # fmt: skip
     constants = dict(
         HEADDIM=flags["HEADDIM"], BLOCK_D=flags["BLOCK_D"], BLOCK_M=_DELTA_ROWS,
@@ -322,17 +316,16 @@ def launch_dk_dv(problem: Problem, dout, row_words, keys, dk, dv, tile: Tile | N
 
         tile = choose_tile("dk_dv", p, run)
     tile = p.fit(tile)
-    strides = (p.strides(dout), p.strides(dk), p.strides(dv))
-    launch = p.launch(_dk_dv_launch, tile, strides)
+    launch = p.launch(_dk_dv_launch, tile, dout.stride(), dk.stride(), dv.stride())
     launch(p.q, p.k, p.v, dout, row_words, dk, dv, *p.index_tensors(), keys, p.col_lists)
 
 
-def _dk_dv_launch(problem: Problem, tile: Tile, strides: tuple) -> Launch:
+def _dk_dv_launch(problem: Problem, tile: Tile, *strides: tuple[int, ...]) -> Launch:
     p = problem
     num_tiles = cdiv(p.seqlen_k, tile.block_n)
     num_heads = p.batch * p.nheads_k
     numbers = (
-        p.strides(p.q), p.strides(p.k), p.strides(p.v), *strides, p.lse_strides, p.column_strides,
+        *p.qkv_strides(), *map(p.strides, strides), p.lse_strides, p.column_strides,
         p.alibi_stride_batch, p.nheads, num_heads, p.seqlen_q, p.seqlen_k, num_tiles,
         max(1, heads_per_group(p) // p.group_size), p.window, p.scale_log2, p.softmax_scale,
         p.softcap, p.dropout_threshold, p.keep_scale,

@@ -230,7 +230,7 @@ def _forward_launch(problem: Problem, tile: Tile) -> Launch:
     num_heads = p.batch * p.nheads
     num_tiles = cdiv(p.seqlen_q, tile.block_m)
     numbers = (
-        p.strides(p.q), p.strides(p.k), p.strides(p.v), p.out_strides, p.lse_strides,
+        *p.qkv_strides(), p.out_strides, p.lse_strides,
         p.column_strides, p.alibi_stride_batch, p.nheads, p.group_size, num_heads,
         p.seqlen_q, p.seqlen_k, num_tiles, heads_per_group(p), p.window, p.scale_log2,
         p.softcap, p.dropout_threshold, p.keep_scale,

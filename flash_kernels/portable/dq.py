@@ -211,17 +211,16 @@ def launch_dq(problem: Problem, dout, row_words, keys, dq, tile: Tile | None = N
 
         tile = choose_tile("dq", p, run)
     tile = p.fit(tile)
-    strides = (p.strides(dout), p.strides(dq))
-    launch = p.launch(_dq_launch, tile, strides)
+    launch = p.launch(_dq_launch, tile, dout.stride(), dq.stride())
     launch(p.q, p.k, p.v, dout, row_words, dq, *p.index_tensors(), keys, p.row_lists)
 
 
-def _dq_launch(problem: Problem, tile: Tile, strides: tuple) -> Launch:
+def _dq_launch(problem: Problem, tile: Tile, *strides: tuple[int, ...]) -> Launch:
     p = problem
     num_tiles = cdiv(p.seqlen_q, tile.block_m)
     num_heads = p.batch * p.nheads
     numbers = (
-        p.strides(p.q), p.strides(p.k), p.strides(p.v), *strides, p.lse_strides, p.column_strides,
+        *p.qkv_strides(), *map(p.strides, strides), p.lse_strides, p.column_strides,
         p.alibi_stride_batch, p.nheads, p.group_size, num_heads, p.seqlen_q, p.seqlen_k, num_tiles,
         heads_per_group(p), p.window, p.scale_log2, p.softmax_scale, p.softcap,
         p.dropout_threshold, p.keep_scale,

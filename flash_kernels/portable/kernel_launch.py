@@ -8,10 +8,10 @@ the compiled kernel is called as triton.JITFunction.run calls it.
 
 from collections.abc import Callable
 
-import triton
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.runtime import driver
 
 
 class Bounded(dict):
@@ -58,11 +58,9 @@ class Launch:
 
     def __call__(self, *tensors) -> None:
         """Launch on the current device and stream."""
-        if len(self._descriptors) < len(self._describe):
-            made = [make(t) for make, t in zip(self._describe, tensors, strict=False)]
-            self._descriptors = [_on(d, None) for d in made]  # keeps no tensor alive
-        described = [_on(d, t) for d, t in zip(self._descriptors, tensors, strict=False)]
-        tensors = tensors[len(described) :]
+        described = ()
+        if self._describe:
+            described, tensors = self._described(tensors)
         addresses, misaligned = _addresses(tensors)
         # What Triton reads beside the arguments.
         key = (misaligned, knobs.runtime.debug, knobs.compilation.instrumentation_mode)
@@ -72,14 +70,22 @@ class Launch:
                 *described, *tensors, *self._numbers, **self._constants
             )
             if _is_repeatable(compiled):
-                self._compiled[key] = compiled, triton.runtime.driver.active.get_current_device()
+                device = driver.active.get_current_device()
+                self._compiled[key] = compiled, compiled.run, compiled.function, device
             return
-        compiled, device = known
-        compiled.run(
-            self._grid, 1, 1, triton.runtime.driver.active.get_current_stream(device),
-            compiled.function, compiled.packed_metadata, None, None, None,
-            *described, *addresses, *self._in_order,
+        compiled, run, function, device = known
+        run(
+            self._grid, 1, 1, driver.active.get_current_stream(device), function,
+            compiled.packed_metadata, None, None, None, *described, *addresses, *self._in_order,
         )  # fmt: skip
+
+    def _described(self, tensors: tuple) -> tuple[list, tuple]:
+        """Descriptors of the first tensors, and the other tensors."""
+        if not self._descriptors:
+            made = [make(t) for make, t in zip(self._describe, tensors, strict=False)]
+            self._descriptors = [_on(d, None) for d in made]  # keeps no tensor alive
+        described = [_on(d, t) for d, t in zip(self._descriptors, tensors, strict=False)]
+        return described, tensors[len(described) :]
 
 
 def _on(descriptor, tensor: Tensor | None):

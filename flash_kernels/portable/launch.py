@@ -20,6 +20,7 @@ MAX_WINDOW = 2**30
 # Keys and values of the heads that run together should stay in the L2 cache (50 MB on H100, 40 MB
 # on A100).
 _GROUP_BYTES = 16 * 2**20
+_NO_GUARD = contextlib.nullcontext()
 # Of one call: backwards differ by the strides of their gradients.
 _MAX_LAUNCHES = 64
 
@@ -84,9 +85,12 @@ class Problem:
         self._set_tensors(
             q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, blocks
         )
-        self.softmax_scale, self.softcap, self.dropout_p = softmax_scale, softcap, dropout_p
+        self.device_index = q.device.index if q.is_cuda else None
+        # 3 and 3.0 are equal in the key of a kept Problem, but not to Triton.
+        self.softmax_scale, self.softcap = float(softmax_scale), float(softcap)
+        self.dropout_p = float(dropout_p)
         self.has_left, self.has_right = window_left is not None, window_right is not None
-        self.window = (min(window_left or 0, MAX_WINDOW), min(window_right or 0, MAX_WINDOW))
+        self.window = tuple(int(min(side or 0, MAX_WINDOW)) for side in (window_left, window_right))
         self.is_varlen = cu_seqlens_q is not None
         self.nheads, self.headdim = q.shape[-2], q.shape[-1]
         self.nheads_k = k.shape[-2]
@@ -94,7 +98,7 @@ class Problem:
         out_row = self.nheads * self.headdim
         if self.is_varlen:
             self.batch = cu_seqlens_q.shape[0] - 1
-            self.seqlen_q, self.seqlen_k = max_seqlen_q, max_seqlen_k
+            self.seqlen_q, self.seqlen_k = int(max_seqlen_q), int(max_seqlen_k)
             self.lse_shape = (self.nheads, q.shape[0])
             self.out_strides = (0, out_row, self.headdim)
             self.lse_strides = (0, q.shape[0])
@@ -159,11 +163,12 @@ class Problem:
         warps = tile.num_warps if block_m * block_n == tile.block_m * tile.block_n else 4
         return Tile(block_m, block_n, min(warps, tile.num_warps), tile.num_stages)
 
-    def strides(self, tensor: Tensor) -> tuple[int, int, int]:
+    def strides(self, of_tensor: tuple[int, ...]) -> tuple[int, int, int]:
         """(batch, row, head) strides; a packed tensor moves by rows only."""
-        if self.is_varlen:
-            return (0, tensor.stride(0), tensor.stride(1))
-        return (tensor.stride(0), tensor.stride(1), tensor.stride(2))
+        return (0, *of_tensor[:2]) if self.is_varlen else of_tensor[:3]
+
+    def qkv_strides(self) -> tuple[tuple[int, int, int], ...]:
+        return tuple(self.strides(t.stride()) for t in (self.q, self.k, self.v))
 
     def index_tensors(self) -> tuple[Tensor | None, ...]:
         return self.cu_seqlens_q, self.cu_seqlens_k, self.lengths_k, self.alibi_slopes
@@ -189,10 +194,9 @@ class Problem:
 
     def device_guard(self):
         """Triton launches on the current device."""
-        device = self.q.device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            return torch.cuda.device(device)
-        return contextlib.nullcontext()
+        if self.device_index is None or self.device_index == torch.cuda.current_device():
+            return _NO_GUARD
+        return torch.cuda.device(self.device_index)
 
 
 def uses_ptx(device: torch.device) -> bool:
