@@ -9,11 +9,15 @@ from torch import Tensor
 
 from . import flops, operators  # noqa: F401  (flops registers formulas)
 from .portable.attention_forward import attention_forward_kernel
+from .portable.kernel_launch import Bounded
 
 MAX_HEADDIM = 256
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Triton decides at decoration whether a kernel is compiled or interpreted.
 _IS_INTERPRETED = not isinstance(attention_forward_kernel, triton.JITFunction)
+
+# Eager calls that were checked: what operators.attend takes as `known`.
+_known = Bounded(512)
 
 Window = tuple[int | None, int | None]
 Seed = int | Tensor | torch.Generator | None
@@ -83,13 +87,9 @@ def flash_attention(
         NotImplementedError: no GPU, or kernel="hopper" for a call that it does not serve.
     """
     q, k, v = autocast(q, k, v)
-    check_qkv(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
-    batch = q.shape[0]
-    if k.shape[0] != batch:
-        raise ValueError(f"q and k must have the same batch size, got {batch} and {k.shape[0]}")
     out, lse = attend(
-        q, k, v, batch, None, None, q.shape[1], k.shape[1], causal, window, softmax_scale, softcap,
-        alibi_slopes, lengths_k, dropout_p, dropout_seed, deterministic, kernel, autotune,
+        q, k, v, None, None, None, None, causal, window, softmax_scale, softcap, alibi_slopes,
+        lengths_k, dropout_p, dropout_seed, deterministic, kernel, autotune,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -135,12 +135,10 @@ def flash_attention_varlen(
         because reading them would wait.
     """
     q, k, v = autocast(q, k, v)
-    check_qkv(q, k, v, 3, "(total, nheads, headdim)")
-    check_packed(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, lse = attend(
-        q, k, v, cu_seqlens_q.shape[0] - 1, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        causal, window, softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed,
-        deterministic, kernel, autotune,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window,
+        softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed, deterministic,
+        kernel, autotune,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -159,26 +157,54 @@ def check_kernel(kernel: str | None, deterministic: bool) -> str | None:
 
 
 def attend(
-    q, k, v, batch, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window,
-    softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed, deterministic,
-    kernel, autotune, block_mask=None,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, softmax_scale,
+    softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed, deterministic, kernel, autotune,
+    block_mask=None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    kernel = check_kernel(kernel, deterministic)
-    check_options(dropout_p, softcap, window)
+    """Check the arguments, except block_mask, complete them and call the operator.
+
+    Eager calls that differ in nothing but the contents and addresses of tensors are checked once:
+    the checks take longer than a launch.
+    """
     left, right = window
+    key = known = None
+    if block_mask is None and operators.is_eager(q, k, v):
+        key = (
+            operators.metadata(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, lengths_k),
+            max_seqlen_q, max_seqlen_k, causal, left, right, softmax_scale, softcap, dropout_p,
+            deterministic, kernel, autotune,
+        )  # fmt: skip
+        known = _known.get(key)
+    if known is None:
+        batch = check_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        check_options(dropout_p, softcap, window)
+        if alibi_slopes is not None:
+            check_slopes(alibi_slopes, q, batch)
+        if lengths_k is not None:
+            _check_lengths(lengths_k, q, batch)
+    kernel = check_kernel(kernel, deterministic)
+    if cu_seqlens_q is None:
+        max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
+    else:
+        operators.check_cu_seqlens(
+            cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], max_seqlen_q, max_seqlen_k
+        )
     if alibi_slopes is not None:
-        alibi_slopes = checked_slopes(alibi_slopes, q, batch)
+        alibi_slopes = alibi_slopes.detach().contiguous()
     if lengths_k is not None:
-        lengths_k = _checked_lengths(lengths_k, q, batch)
+        lengths_k = lengths_k.contiguous()
     seed = seed_tensor(dropout_seed, q.device) if dropout_p > 0.0 else None
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     blocks = operators.NO_BLOCKS if block_mask is None else _block_arguments(block_mask)
-    return operators.attend(
+    inputs = (
         q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, seed, *blocks, max_seqlen_q,
         max_seqlen_k, softmax_scale, softcap, left, 0 if causal else right, dropout_p, kernel,
         autotune,
     )  # fmt: skip
+    if key is not None and known is None:
+        known = _known.keep(key, operators.known_problem(*inputs))
+    return operators.attend(*inputs, known=known)
 
 
 def _block_arguments(block_mask) -> tuple:
@@ -201,9 +227,10 @@ def check_options(dropout_p: float, softcap: float, window: Window) -> None:
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if not torch.is_autocast_enabled(q.device.type):
+    device_type = "cuda" if q.is_cuda else q.device.type  # which takes longer
+    if not torch.is_autocast_enabled(device_type):
         return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = torch.get_autocast_dtype(device_type)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
@@ -252,7 +279,15 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, dim: int, layout: str) -> None:
             )
 
 
-def check_packed(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
+def check_inputs(q, k, v, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> int:
+    """The batch size, once everything but the values of cu_seqlens is checked."""
+    if cu_seqlens_q is None:
+        check_qkv(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
+        batch = q.shape[0]
+        if k.shape[0] != batch:
+            raise ValueError(f"q and k must have the same batch size, got {batch} and {k.shape[0]}")
+        return batch
+    check_qkv(q, k, v, 3, "(total, nheads, headdim)")
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != torch.int32:
             raise ValueError(
@@ -268,12 +303,10 @@ def check_packed(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -
             "cu_seqlens_q and cu_seqlens_k must have the same length, "
             f"got {cu_seqlens_q.shape[0]} and {cu_seqlens_k.shape[0]}"
         )
-    torch.ops.flash_kernels.check_cu_seqlens(
-        cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], max_seqlen_q, max_seqlen_k
-    )
+    return cu_seqlens_q.shape[0] - 1
 
 
-def checked_slopes(slopes: Tensor, q: Tensor, batch: int) -> Tensor:
+def check_slopes(slopes: Tensor, q: Tensor, batch: int) -> None:
     nheads = q.shape[-2]
     if slopes.dtype != torch.float32 or slopes.shape not in ((nheads,), (batch, nheads)):
         raise ValueError(
@@ -282,10 +315,9 @@ def checked_slopes(slopes: Tensor, q: Tensor, batch: int) -> Tensor:
         )
     if slopes.device != q.device:
         raise ValueError(f"alibi_slopes must be on {q.device} like q, got {slopes.device}")
-    return slopes.detach().contiguous()
 
 
-def _checked_lengths(lengths: Tensor, q: Tensor, batch: int) -> Tensor:
+def _check_lengths(lengths: Tensor, q: Tensor, batch: int) -> None:
     if lengths.dtype not in (torch.int32, torch.int64) or lengths.shape != (batch,):
         raise ValueError(
             f"lengths_k must be int32 or int64 of shape ({batch},), "
@@ -293,7 +325,6 @@ def _checked_lengths(lengths: Tensor, q: Tensor, batch: int) -> Tensor:
         )
     if lengths.device != q.device:
         raise ValueError(f"lengths_k must be on {q.device} like q, got {lengths.device}")
-    return lengths.contiguous()
 
 
 def seed_tensor(seed: Seed, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@ a BlockMask lists are loaded and computed, so time and traffic go with its densi
 
 from torch import Tensor
 
-from .attention import Seed, Window, attend, autocast, check_packed, check_qkv
+from .attention import Seed, Window, attend, autocast, check_inputs
 from .block_mask import BlockMask
 
 
@@ -47,17 +47,13 @@ def block_sparse_attention(
         for another number of sequences or heads, or is on another device.
     """
     q, k, v = autocast(q, k, v)
-    check_qkv(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
-    batch = q.shape[0]
-    if k.shape[0] != batch:
-        raise ValueError(f"q and k must have the same batch size, got {batch} and {k.shape[0]}")
-    check_mask(block_mask, q, batch)
+    check_mask(block_mask, q, check_inputs(q, k, v, None, None))
     walked = block_mask.restricted(
         causal=causal, window=window, seqlen_q=q.shape[1], seqlen_k=k.shape[1],
         mask_all=lengths_k is not None,
     )  # fmt: skip
     out, lse = attend(
-        q, k, v, batch, None, None, q.shape[1], k.shape[1], causal, window, softmax_scale, softcap,
+        q, k, v, None, None, None, None, causal, window, softmax_scale, softcap,
         alibi_slopes, lengths_k, dropout_p, dropout_seed, deterministic,
         kernel, autotune, walked,
     )  # fmt: skip
@@ -96,13 +92,10 @@ def block_sparse_attention_varlen(
     Args, Returns, Raises: as block_sparse_attention and flash_attention_varlen.
     """
     q, k, v = autocast(q, k, v)
-    check_qkv(q, k, v, 3, "(total, nheads, headdim)")
-    check_packed(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    batch = cu_seqlens_q.shape[0] - 1
-    check_mask(block_mask, q, batch)
+    check_mask(block_mask, q, check_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k))
     walked = block_mask.restricted(seqlen_q=max_seqlen_q, seqlen_k=max_seqlen_k, mask_all=True)
     out, lse = attend(
-        q, k, v, batch, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window,
         softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed, deterministic,
         kernel, autotune, walked,
     )  # fmt: skip

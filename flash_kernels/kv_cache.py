@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .attention import Window, check_options, check_qkv, checked_slopes
+from .attention import Window, check_options, check_qkv, check_slopes
 
 
 def flash_attention_with_kv_cache(
@@ -83,7 +83,8 @@ def flash_attention_with_kv_cache(
     if num_splits is not None and not 1 <= num_splits <= 64:
         raise ValueError(f"num_splits must be between 1 and 64, or None, got {num_splits}")
     if alibi_slopes is not None:
-        alibi_slopes = checked_slopes(alibi_slopes, q, batch)
+        check_slopes(alibi_slopes, q, batch)
+        alibi_slopes = alibi_slopes.detach().contiguous()
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     cache_lengths = cache_lengths.contiguous()

@@ -8,6 +8,7 @@ operators trust them.
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -17,10 +18,13 @@ from .portable.attention_backward import attention_backward as portable_backward
 from .portable.attention_forward import attention_forward as portable_forward
 from .portable.checks import cu_seqlens_hold
 from .portable.decode import attention_decode as portable_decode
+from .portable.kernel_launch import Bounded
 from .portable.launch import Problem, WalkedMask
 
 _LIBRARY = torch.library.Library("flash_kernels", "DEF")
 _PLAIN = (Tensor, torch.nn.Parameter)
+# Problems without their tensors, by all that their launches depend on.
+_problems = Bounded(512)
 
 NO_BLOCKS = (*(None,) * 7, 0, 0)  # the operators' arguments without a block mask
 _NUM_TENSORS = 15  # the leading arguments of attention_forward
@@ -53,6 +57,19 @@ _LIBRARY.define(
 _LIBRARY.define("check_cache_lengths(Tensor cache_lengths, SymInt longest) -> ()")
 
 
+def metadata(q, k, v, cu_seqlens_q, cu_seqlens_k, *tensors) -> tuple:
+    """All that checks and launches read of tensors, but for their contents."""
+    return (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
+        cu_seqlens_q is cu_seqlens_k,
+        *[
+            t if t is None else (t.shape, t.stride(), t.dtype, t.device)
+            for t in (cu_seqlens_q, cu_seqlens_k, *tensors)
+        ],
+    )  # fmt: skip
+
+
 def _problem(
     q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, row_bounds,
     row_indices, row_patterns, col_bounds, col_indices, col_patterns, token_masks, block_m, block_n,
@@ -64,7 +81,19 @@ def _problem(
         rows = BlockLists(row_bounds, row_indices, row_patterns)
         cols = BlockLists(col_bounds, col_indices, col_patterns)
         blocks = WalkedMask(rows, cols, token_masks, block_m, block_n)
-    return Problem(
+    index_tensors = (cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed)
+    key = (
+        metadata(
+            q, k, v, *index_tensors, row_bounds, row_indices, row_patterns, col_bounds,
+            col_indices, col_patterns, token_masks,
+        ),
+        block_m, block_n, max_seqlen_q, max_seqlen_k, softmax_scale, softcap, window_left,
+        window_right, dropout_p, autotune,
+    )  # fmt: skip
+    known = _problems.get(key)
+    if known is not None:
+        return known.with_tensors(q, k, v, *index_tensors, blocks)
+    problem = Problem(
         q,
         k,
         v,
@@ -83,12 +112,31 @@ def _problem(
         blocks=blocks,
         autotune=autotune,
     )
+    _problems.keep(key, problem.with_tensors(None, None, None))
+    return problem
+
+
+def _family(problem: Problem, kernel: str | None, direction: str) -> str:
+    key = (kernel, direction, torch.are_deterministic_algorithms_enabled())
+    if key not in problem.families:
+        problem.families[key] = choose_family(problem, kernel, direction)
+    return problem.families[key]
+
+
+def known_problem(*inputs) -> Problem:
+    """What attend takes as `known`, for all calls whose inputs differ in nothing but the contents
+    and addresses of tensors."""
+    *inputs, _, autotune = inputs
+    return _problem(*inputs, autotune).with_tensors(None, None, None)
 
 
 def forward(q, k, v, *options) -> tuple[Tensor, Tensor]:
     *options, kernel, autotune = options
-    problem = _problem(q, k, v, *options, autotune)
-    if choose_family(problem, kernel, "forward") == "portable":
+    return _forward(_problem(q, k, v, *options, autotune), kernel)
+
+
+def _forward(problem: Problem, kernel: str | None) -> tuple[Tensor, Tensor]:
+    if _family(problem, kernel, "forward") == "portable":
         return portable_forward(problem)
     # Only here: Gluon is not there on every machine.
     from .hopper.launch import attention_forward as hopper_forward
@@ -98,8 +146,10 @@ def forward(q, k, v, *options) -> tuple[Tensor, Tensor]:
 
 def backward(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor]:
     *options, kernel, autotune = options
+    if dout.dtype != q.dtype:  # launches are kept by the dtype of q
+        raise ValueError(f"dout must be {q.dtype} like q, got {dout.dtype}")
     problem = _problem(q, k, v, *options, autotune)
-    if choose_family(problem, kernel, "backward") == "portable":
+    if _family(problem, kernel, "backward") == "portable":
         return portable_backward(problem, dout, dlse, out, lse)
     from .hopper.launch import attention_backward as hopper_backward
 
@@ -148,6 +198,14 @@ def _check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, total_q, total_k, max_seqlen_q
         f"{max_seqlen_q} or max_seqlen_k = {max_seqlen_k}"
     )
     _assert(holds, message, cu_seqlens_q, cu_seqlens_k)
+
+
+def check_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *numbers: int) -> None:
+    """flash_kernels::check_cu_seqlens."""
+    if is_eager(cu_seqlens_q, cu_seqlens_q, cu_seqlens_k):
+        _check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, *numbers)
+    else:
+        torch.ops.flash_kernels.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, *numbers)
 
 
 def _check_cache_lengths(cache_lengths, longest):
@@ -272,25 +330,61 @@ class _EagerAttention(torch.autograd.Function):
     which together take as long as the launch."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        output = forward(*inputs)
-        _save_for_backward(ctx, inputs, output)
+    def forward(ctx, q, k, v, others, known):
+        if known is None:
+            output = forward(q, k, v, *others)
+        else:
+            output = _forward(known.with_tensors(q, k, v, *others[:5]), others[-2])
+        _save_for_backward(ctx, (q, k, v, *others), output)
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, dlse):
-        if is_in_torch_dispatch_mode():
-            return _differentiate(ctx, dout, dlse)
-        return _differentiate(ctx, dout, dlse, backward)
+        if torch.is_grad_enabled():  # create_graph
+            return _eager_backward_once(ctx, dout, dlse)
+        return _eager_backward(ctx, dout, dlse)
 
 
-def attend(*inputs) -> tuple[Tensor, Tensor]:
-    """flash_kernels::attention_forward, also below the transforms of torch.func."""
+def _eager_backward(ctx, dout, dlse):
+    if is_in_torch_dispatch_mode():
+        gradients = _differentiate(ctx, dout, dlse)
+    else:
+        gradients = _differentiate(ctx, dout, dlse, backward)
+    return *gradients[:3], None, None
+
+
+_eager_backward_once = once_differentiable(_eager_backward)
+# Without what Function.apply does for the tensors that is_eager leaves out.
+_apply = super(torch.autograd.Function, _EagerAttention).apply
+
+
+def is_eager(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether nothing of torch's machinery but autograd looks at the call."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or is_in_torch_dispatch_mode()
+        or type(q) not in _PLAIN
+        or type(k) not in _PLAIN
+        or type(v) not in _PLAIN
+        # What a transform of torch.func left behind; it hides its storage.
+        or is_functorch_wrapped_tensor(q)
+        or is_functorch_wrapped_tensor(k)
+        or is_functorch_wrapped_tensor(v)
+    )
+
+
+def attend(q, k, v, *others, known: Problem | None = None) -> tuple[Tensor, Tensor]:
+    """flash_kernels::attention_forward, also below the transforms of torch.func.
+
+    known: of an eager call, known_problem of an earlier one like it.
+    """
+    if known is not None:
+        return _apply(q, k, v, others, known)
     if torch.compiler.is_compiling():
-        return torch.ops.flash_kernels.attention_forward(*inputs)
+        return torch.ops.flash_kernels.attention_forward(q, k, v, *others)
     if torch._C._are_functorch_transforms_active():
-        return _FuncAttention.apply(*inputs)
-    if is_in_torch_dispatch_mode() or any(type(t) not in _PLAIN for t in inputs[:3]):
-        return torch.ops.flash_kernels.attention_forward(*inputs)
-    return _EagerAttention.apply(*inputs)
+        return _FuncAttention.apply(q, k, v, *others)
+    if is_in_torch_dispatch_mode() or any(type(t) not in _PLAIN for t in (q, k, v)):
+        return torch.ops.flash_kernels.attention_forward(q, k, v, *others)
+    return _EagerAttention.apply(q, k, v, others, None)

@@ -1,6 +1,7 @@
 """Launchers of the Hopper kernels: tiles, TMA descriptors, grids. Calls come checked by rule.py."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from ..portable.attention_backward import compute_row_words
 from ..portable.dropout import column_keys, row_keys
+from ..portable.kernel_launch import Launch
 from ..portable.launch import Problem, cdiv, heads_per_group
 from .addressing import END
 from .backward import attention_backward_kernel
@@ -98,6 +100,10 @@ def descriptor(tensor: Tensor, rows: int, columns: int, is_ragged: bool) -> Tens
     return TensorDescriptor(tensor, sizes, strides, list(box), _layout(box, tensor.dtype))
 
 
+def describe(*box) -> Callable[[Tensor], TensorDescriptor]:
+    return lambda tensor: descriptor(tensor, *box)
+
+
 def _head_strides(tensor: Tensor | None, is_varlen: bool) -> tuple[int, int]:
     """(batch, head) strides of a (batch, nheads, n) tensor, or of (nheads, n) with packed
     sequences."""
@@ -150,30 +156,45 @@ def attention_forward(problem: Problem) -> tuple[Tensor, Tensor]:
     if out.numel() == 0:
         return out, lse
     tile = forward_tile(p)
-    flags = _flags(p, tile.block_n)
-    columns, is_ragged = flags["HEADDIM"], p.is_varlen or p.lengths_k is not None
-    num_heads = p.batch * p.nheads
-    num_row_tiles = cdiv(p.seqlen_q, tile.num_consumers * ROWS.value)
-    num_items = num_heads * num_row_tiles
     with p.device_guard():
         keys = column_keys(p, tile.block_n)
-        num_blocks = min(num_items, num_multiprocessors(p.q.device))
         counter = None
-        if num_blocks < num_items:
+        if num_forward_items(p, tile) > num_multiprocessors(p.q.device):
             counter = torch.zeros(1, dtype=torch.int32, device=p.q.device)
-        attention_forward_kernel[(num_blocks,)](
-            descriptor(p.q, ROWS.value, columns, is_ragged),
-            descriptor(p.k, tile.block_n, columns, is_ragged),
-            descriptor(p.v, tile.block_n, columns, is_ragged),
-            descriptor(out, ROWS.value, columns, is_ragged),
-            (lse, *row_keys(p), keys), (p.lse_strides, _head_strides(keys, p.is_varlen)),
-            counter, (p.cu_seqlens_q, p.cu_seqlens_k, p.lengths_k, _lists(p, by_column=False)),
-            (p.nheads, num_heads, p.seqlen_q, p.seqlen_k, num_row_tiles, heads_per_group(p)),
-            p.group_size, num_items, p.window, p.scale_log2, p.dropout_threshold, p.keep_scale,
-            NUM_CONSUMERS=tile.num_consumers, BLOCK_N=tile.block_n, STAGES=tile.num_stages,
-            REGISTERS=tile.registers, **flags, num_warps=4,
+        p.launch(_forward_launch)(
+            p.q, p.k, p.v, out,
+            (lse, *row_keys(p), keys), (p.lse_strides, _head_strides(keys, p.is_varlen)), counter,
+            (p.cu_seqlens_q, p.cu_seqlens_k, p.lengths_k, _lists(p, by_column=False)),
         )  # fmt: skip
     return out, lse
+
+
+def num_forward_items(problem: Problem, tile: ForwardTile) -> int:
+    """Row tiles of all heads and sequences."""
+    p = problem
+    return p.batch * p.nheads * cdiv(p.seqlen_q, tile.num_consumers * ROWS.value)
+
+
+def _forward_launch(problem: Problem) -> Launch:
+    p = problem
+    tile = forward_tile(p)
+    flags = _flags(p, tile.block_n)
+    columns, is_ragged = flags["HEADDIM"], p.is_varlen or p.lengths_k is not None
+    num_items = num_forward_items(p, tile)
+    num_heads = p.batch * p.nheads
+    num_row_tiles = num_items // num_heads
+    rows = describe(ROWS.value, columns, is_ragged)
+    keys = describe(tile.block_n, columns, is_ragged)
+    numbers = (
+        (p.nheads, num_heads, p.seqlen_q, p.seqlen_k, num_row_tiles, heads_per_group(p)),
+        p.group_size, num_items, p.window, p.scale_log2, p.dropout_threshold, p.keep_scale,
+    )  # fmt: skip
+    constants = dict(
+        NUM_CONSUMERS=tile.num_consumers, BLOCK_N=tile.block_n, STAGES=tile.num_stages,
+        REGISTERS=tile.registers, **flags, num_warps=4,
+    )  # fmt: skip
+    grid = min(num_items, num_multiprocessors(p.q.device))
+    return Launch(attention_forward_kernel, grid, numbers, constants, (rows, keys, keys, rows))
 
 
 def attention_backward(
@@ -198,30 +219,44 @@ def attention_backward(
     dv = new(p.v.shape, dtype=p.v.dtype, device=p.q.device)
     if dq.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
-    tile = backward_tile(p)
-    flags = _flags(p, BLOCK_KEYS.value)
-    columns = flags["HEADDIM"]
-    num_heads = p.batch * p.nheads_k
-    num_col_tiles = cdiv(p.seqlen_k, BLOCK_KEYS.value)
-    grad_scale = p.softmax_scale * p.keep_scale
     with p.device_guard():
         keys = column_keys(p, BLOCK_KEYS.value)
         row_words = compute_row_words(p, dout, dlse, out, lse)
         dq_sum = torch.zeros(p.q.shape, dtype=torch.float32, device=p.q.device)
-        attention_backward_kernel[(num_heads * num_col_tiles,)](
-            descriptor(p.q, tile.block_m, columns, is_ragged),
-            descriptor(dout, tile.block_m, columns, is_ragged),
-            descriptor(p.k, KEYS.value, columns, is_ragged),
-            descriptor(p.v, KEYS.value, columns, is_ragged),
-            descriptor(dk, KEYS.value, columns, is_ragged),
-            descriptor(dv, KEYS.value, columns, is_ragged),
-            descriptor(dq_sum, 64, columns * tile.block_m // 128, is_ragged), row_words,
-            row_words.view(torch.int32), keys, p.cu_seqlens_q, p.cu_seqlens_k, p.lengths_k,
-            _lists(p, by_column=True), p.lse_strides, _head_strides(keys, p.is_varlen), p.nheads,
-            p.group_size, num_heads, p.seqlen_q, p.seqlen_k, num_col_tiles,
-            max(1, heads_per_group(p) // p.group_size), p.window, p.scale_log2, grad_scale,
-            p.keep_scale, p.dropout_threshold, BLOCK_M=tile.block_m, STAGES=tile.num_stages,
-            REGISTERS=tile.registers, **flags, num_warps=4,
+        p.launch(_backward_launch, dout.stride())(
+            p.q, dout, p.k, p.v, dk, dv, dq_sum, row_words, row_words.view(torch.int32), keys,
+            p.cu_seqlens_q, p.cu_seqlens_k, p.lengths_k, _lists(p, by_column=True), p.lse_strides,
+            _head_strides(keys, p.is_varlen),
         )  # fmt: skip
-        round_scaled(dq_sum, grad_scale, dq)
+        p.launch(_round_launch)(dq_sum, dq)
     return dq, dk, dv
+
+
+def _round_launch(problem: Problem) -> Launch:
+    p = problem
+    return round_scaled(p.softmax_scale * p.keep_scale, p.q.numel())
+
+
+def _backward_launch(problem: Problem, dout_strides: tuple[int, ...]) -> Launch:
+    p = problem
+    tile = backward_tile(p)
+    flags = _flags(p, BLOCK_KEYS.value)
+    columns, is_ragged = flags["HEADDIM"], p.is_varlen or p.lengths_k is not None
+    num_heads = p.batch * p.nheads_k
+    num_col_tiles = cdiv(p.seqlen_k, BLOCK_KEYS.value)
+    rows = describe(tile.block_m, columns, is_ragged)
+    keys = describe(KEYS.value, columns, is_ragged)
+    sums = describe(64, columns * tile.block_m // 128, is_ragged)
+    numbers = (
+        p.nheads, p.group_size, num_heads, p.seqlen_q, p.seqlen_k, num_col_tiles,
+        max(1, heads_per_group(p) // p.group_size), p.window, p.scale_log2,
+        p.softmax_scale * p.keep_scale, p.keep_scale, p.dropout_threshold,
+    )  # fmt: skip
+    constants = dict(
+        BLOCK_M=tile.block_m, STAGES=tile.num_stages, REGISTERS=tile.registers, **flags,
+        num_warps=4,
+    )  # fmt: skip
+    return Launch(
+        attention_backward_kernel, num_heads * num_col_tiles, numbers, constants,
+        (rows, rows, keys, keys, keys, keys, sums),
+    )  # fmt: skip

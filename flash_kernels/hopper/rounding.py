@@ -2,7 +2,9 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor
+
+from ..portable.kernel_launch import Launch
+from ..portable.launch import cdiv
 
 _BLOCK = 4096
 
@@ -16,8 +18,8 @@ def round_scaled_kernel(source_ptr, target_ptr, factor, num_elements, BLOCK: tl.
     tl.store(target_ptr + offsets, values.to(target_ptr.dtype.element_ty), mask=inside)
 
 
-def round_scaled(source: Tensor, factor: float, target: Tensor) -> None:
-    """target = source * factor, both contiguous and of one shape."""
-    num_elements = source.numel()
-    grid = (triton.cdiv(num_elements, _BLOCK),)
-    round_scaled_kernel[grid](source, target, factor, num_elements, BLOCK=_BLOCK, num_warps=8)
+def round_scaled(factor: float, num_elements: int) -> Launch:
+    """Takes source and target, both contiguous: target = source * factor."""
+    grid = cdiv(num_elements, _BLOCK)
+    constants = {"BLOCK": _BLOCK, "num_warps": 8}
+    return Launch(round_scaled_kernel, grid, (factor, num_elements), constants)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import dropout, sparse, tiles
 from .dq import launch_dq, load_row_words
+from .kernel_launch import Launch
 from .launch import Problem, cdiv, heads_per_group
 from .tile_choice import Tile, choose_tile
 
@@ -281,23 +282,27 @@ def compute_row_words(
     """The words of delta_kernel, float32 (*lse.shape, 4)."""
     p = problem
     row_words = torch.empty((*lse.shape, 4), dtype=torch.float32, device=lse.device)
-    num_tiles = cdiv(p.seqlen_q, _DELTA_ROWS)
-    if dlse is None:
-        dlse_strides = (0, 0, 0)
-    elif p.is_varlen:
-        dlse_strides = (0, dlse.stride(0), dlse.stride(1))
-    else:
-        dlse_strides = tuple(dlse.stride())
-    flags = p.flags()
-    delta_kernel[(p.batch * p.nheads * num_tiles,)](
-        out, dout, lse, dlse, row_words, p.dropout_seed, p.cu_seqlens_q,
-        p.strides(out), p.strides(dout), p.lse_strides, dlse_strides,
-        p.nheads, p.seqlen_q, num_tiles, 1.0 / p.keep_scale,
-        HEADDIM=flags["HEADDIM"], BLOCK_D=flags["BLOCK_D"], BLOCK_M=_DELTA_ROWS,
-        IS_VARLEN=p.is_varlen, HAS_DLSE=dlse is not None,
-        HAS_DROPOUT=flags["HAS_DROPOUT"],
-    )  # fmt: skip
+    dlse_strides = None if dlse is None else dlse.stride()
+    launch = p.launch(_row_words_launch, out.stride(), dout.stride(), dlse_strides)
+    launch(out, dout, lse, dlse, row_words, p.dropout_seed, p.cu_seqlens_q)
     return row_words
+
+
+def _row_words_launch(
+    problem: Problem, out_strides: tuple, dout_strides: tuple, dlse_strides: tuple | None
+) -> Launch:  # fmt: skip
+    p = problem
+    num_tiles = cdiv(p.seqlen_q, _DELTA_ROWS)
+    flags = p.flags()
+    numbers = (
+        p.strides(out_strides), p.strides(dout_strides), p.lse_strides,
+        p.strides(dlse_strides or (0, 0, 0)), p.nheads, p.seqlen_q, num_tiles, 1.0 / p.keep_scale,
+    )  # fmt: skip
+    constants = dict(
+        HEADDIM=flags["HEADDIM"], BLOCK_D=flags["BLOCK_D"], BLOCK_M=_DELTA_ROWS,
+        IS_VARLEN=p.is_varlen, HAS_DLSE=dlse_strides is not None, HAS_DROPOUT=flags["HAS_DROPOUT"],
+    )  # fmt: skip
+    return Launch(delta_kernel, p.batch * p.nheads * num_tiles, numbers, constants)
 
 
 def launch_dk_dv(problem: Problem, dout, row_words, keys, dk, dv, tile: Tile | None = None) -> None:
@@ -311,17 +316,25 @@ def launch_dk_dv(problem: Problem, dout, row_words, keys, dk, dv, tile: Tile | N
 
         tile = choose_tile("dk_dv", p, run)
     tile = p.fit(tile)
+    launch = p.launch(_dk_dv_launch, tile, dout.stride(), dk.stride(), dv.stride())
+    launch(p.q, p.k, p.v, dout, row_words, dk, dv, *p.index_tensors(), keys, p.col_lists)
+
+
+def _dk_dv_launch(problem: Problem, tile: Tile, *strides: tuple[int, ...]) -> Launch:
+    p = problem
     num_tiles = cdiv(p.seqlen_k, tile.block_n)
     num_heads = p.batch * p.nheads_k
-    dk_dv_kernel[(num_heads * num_tiles,)](
-        p.q, p.k, p.v, dout, row_words, dk, dv, *p.index_tensors(), keys, p.col_lists,
-        p.strides(p.q), p.strides(p.k), p.strides(p.v), p.strides(dout), p.strides(dk),
-        p.strides(dv), p.lse_strides, p.column_strides, p.alibi_stride_batch,
-        p.nheads, num_heads, p.seqlen_q, p.seqlen_k, num_tiles, max(1,
-        heads_per_group(p) // p.group_size), p.window, p.scale_log2, p.softmax_scale, p.softcap,
-        p.dropout_threshold, p.keep_scale, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        GROUP_SIZE=p.group_size, **p.flags(), num_warps=tile.num_warps, num_stages=tile.num_stages,
+    numbers = (
+        *p.qkv_strides(), *map(p.strides, strides), p.lse_strides, p.column_strides,
+        p.alibi_stride_batch, p.nheads, num_heads, p.seqlen_q, p.seqlen_k, num_tiles,
+        max(1, heads_per_group(p) // p.group_size), p.window, p.scale_log2, p.softmax_scale,
+        p.softcap, p.dropout_threshold, p.keep_scale,
     )  # fmt: skip
+    constants = dict(
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, GROUP_SIZE=p.group_size, **p.flags(),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return Launch(dk_dv_kernel, num_heads * num_tiles, numbers, constants)
 
 
 def attention_backward(

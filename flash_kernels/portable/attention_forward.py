@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from . import dropout, sparse, tiles
+from .kernel_launch import Launch
 from .launch import Problem, cdiv, heads_per_group
 from .tile_choice import Tile, choose_tile
 
@@ -217,20 +218,27 @@ def attention_forward(
     if out.numel() == 0:
         return out, lse
     tile = p.fit(tile or choose_tile("forward", p, lambda t: attention_forward(p, t)))
-    num_heads = p.batch * p.nheads
-    num_tiles = cdiv(p.seqlen_q, tile.block_m)
+    launch = p.launch(_forward_launch, tile)
     with p.device_guard():
         keys = dropout.column_keys(p)
-        attention_forward_kernel[(num_heads * num_tiles,)](
-            p.q, p.k, p.v, out, lse, *p.index_tensors(), p.dropout_seed, keys,
-            p.row_lists,
-            p.strides(p.q), p.strides(p.k), p.strides(p.v), p.strides(out), p.lse_strides,
-            p.column_strides, p.alibi_stride_batch, p.nheads, p.group_size, num_heads,
-            p.seqlen_q, p.seqlen_k, num_tiles, heads_per_group(p), p.window, p.scale_log2,
-            p.softcap, p.dropout_threshold, p.keep_scale, BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            KEY_REPEAT=dropout.key_repeat(tile), **p.flags(),
-            SCALE_IN_EXP=p.softmax_scale > 0 and not p.softcap and p.alibi_slopes is None,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+        launch(p.q, p.k, p.v, out, lse, *p.index_tensors(), p.dropout_seed, keys, p.row_lists)
     return out, lse
+
+
+def _forward_launch(problem: Problem, tile: Tile) -> Launch:
+    p = problem
+    num_heads = p.batch * p.nheads
+    num_tiles = cdiv(p.seqlen_q, tile.block_m)
+    numbers = (
+        *p.qkv_strides(), p.out_strides, p.lse_strides,
+        p.column_strides, p.alibi_stride_batch, p.nheads, p.group_size, num_heads,
+        p.seqlen_q, p.seqlen_k, num_tiles, heads_per_group(p), p.window, p.scale_log2,
+        p.softcap, p.dropout_threshold, p.keep_scale,
+    )  # fmt: skip
+    constants = dict(
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, KEY_REPEAT=dropout.key_repeat(tile),
+        **p.flags(),
+        SCALE_IN_EXP=p.softmax_scale > 0 and not p.softcap and p.alibi_slopes is None,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return Launch(attention_forward_kernel, num_heads * num_tiles, numbers, constants)

@@ -5,7 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kernel_launch import Bounded, Launch
+
 _BLOCK = 256
+_launches = Bounded(512)
 
 
 @triton.jit
@@ -45,8 +48,10 @@ def cu_seqlens_hold(
 ) -> Tensor:
     """int32 (1,) on the device: 1 if both lists describe their packed sequences, else 0."""
     holds = torch.empty(1, dtype=torch.int32, device=cu_seqlens_q.device)
-    _check_kernel[(1,)](
-        cu_seqlens_q, cu_seqlens_k, holds, cu_seqlens_q.shape[0] - 1, total_q, total_k,
-        max_seqlen_q, max_seqlen_k, BLOCK=_BLOCK, num_warps=1,
-    )  # fmt: skip
+    numbers = (cu_seqlens_q.shape[0] - 1, total_q, total_k, max_seqlen_q, max_seqlen_k)
+    key = (cu_seqlens_q.device, numbers)
+    launch = _launches.get(key) or _launches.keep(
+        key, Launch(_check_kernel, 1, numbers, {"BLOCK": _BLOCK, "num_warps": 1})
+    )
+    launch(cu_seqlens_q, cu_seqlens_k, holds)
     return holds

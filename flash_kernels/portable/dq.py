@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from . import dropout, sparse, tiles
+from .kernel_launch import Launch
 from .launch import Problem, cdiv, heads_per_group
 from .tile_choice import Tile, choose_tile
 
@@ -210,14 +211,22 @@ def launch_dq(problem: Problem, dout, row_words, keys, dq, tile: Tile | None = N
 
         tile = choose_tile("dq", p, run)
     tile = p.fit(tile)
+    launch = p.launch(_dq_launch, tile, dout.stride(), dq.stride())
+    launch(p.q, p.k, p.v, dout, row_words, dq, *p.index_tensors(), keys, p.row_lists)
+
+
+def _dq_launch(problem: Problem, tile: Tile, *strides: tuple[int, ...]) -> Launch:
+    p = problem
     num_tiles = cdiv(p.seqlen_q, tile.block_m)
     num_heads = p.batch * p.nheads
-    dq_kernel[(num_heads * num_tiles,)](
-        p.q, p.k, p.v, dout, row_words, dq, *p.index_tensors(), keys, p.row_lists,
-        p.strides(p.q), p.strides(p.k), p.strides(p.v), p.strides(dout), p.strides(dq),
-        p.lse_strides, p.column_strides, p.alibi_stride_batch,
-        p.nheads, p.group_size, num_heads, p.seqlen_q, p.seqlen_k, num_tiles, heads_per_group(p),
-        p.window, p.scale_log2, p.softmax_scale, p.softcap, p.dropout_threshold, p.keep_scale,
+    numbers = (
+        *p.qkv_strides(), *map(p.strides, strides), p.lse_strides, p.column_strides,
+        p.alibi_stride_batch, p.nheads, p.group_size, num_heads, p.seqlen_q, p.seqlen_k, num_tiles,
+        heads_per_group(p), p.window, p.scale_log2, p.softmax_scale, p.softcap,
+        p.dropout_threshold, p.keep_scale,
+    )  # fmt: skip
+    constants = dict(
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, KEY_REPEAT=dropout.key_repeat(tile),
         **p.flags(), num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
+    return Launch(dq_kernel, num_heads * num_tiles, numbers, constants)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tiles
+from .kernel_launch import Launch
 from .launch import Problem, cdiv
 from .tile_choice import Tile
 
@@ -141,13 +142,25 @@ def column_keys(problem: Problem, block: int = 0) -> Tensor | None:
     columns = length + block
     keys = torch.empty((*heads, columns), dtype=torch.int32, device=p.q.device)
     strides = (0, columns) if p.is_varlen else (p.nheads * columns, columns)
-    num_tiles = cdiv(p.seqlen_k, _KEYS_BLOCK)
     if keys.numel() > 0:
-        column_keys_kernel[(p.batch * p.nheads * num_tiles,)](
-            p.dropout_seed, keys, p.cu_seqlens_k, strides, p.nheads, p.seqlen_k, num_tiles,
-            IS_VARLEN=p.is_varlen, BLOCK=_KEYS_BLOCK,
-        )  # fmt: skip
+        p.launch(_column_keys_launch, strides)(p.dropout_seed, keys, p.cu_seqlens_k)
     return keys
+
+
+def _column_keys_launch(problem: Problem, strides: tuple[int, int]) -> Launch:
+    return _keys_launch(problem, column_keys_kernel, strides, problem.seqlen_k)
+
+
+def _row_keys_launch(problem: Problem) -> Launch:
+    return _keys_launch(problem, row_keys_kernel, problem.lse_strides, problem.seqlen_q)
+
+
+def _keys_launch(problem: Problem, kernel, strides: tuple[int, int], seqlen: int) -> Launch:
+    p = problem
+    num_tiles = cdiv(seqlen, _KEYS_BLOCK)
+    constants = {"IS_VARLEN": p.is_varlen, "BLOCK": _KEYS_BLOCK}
+    grid = p.batch * p.nheads * num_tiles
+    return Launch(kernel, grid, (strides, p.nheads, seqlen, num_tiles), constants)
 
 
 def row_keys(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
@@ -158,11 +171,7 @@ def row_keys(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
         return None, None
     keys = torch.empty(p.lse_shape, dtype=torch.int32, device=p.q.device)
     multipliers = torch.empty_like(keys)
-    num_tiles = cdiv(p.seqlen_q, _KEYS_BLOCK)
-    row_keys_kernel[(p.batch * p.nheads * num_tiles,)](
-        p.dropout_seed, keys, multipliers, p.cu_seqlens_q, p.lse_strides, p.nheads, p.seqlen_q,
-        num_tiles, IS_VARLEN=p.is_varlen, BLOCK=_KEYS_BLOCK,
-    )  # fmt: skip
+    p.launch(_row_keys_launch)(p.dropout_seed, keys, multipliers, p.cu_seqlens_q)
     return keys, multipliers
 
 

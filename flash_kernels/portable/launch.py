@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ..block_lists import BlockLists
 from . import tiles
+from .kernel_launch import Bounded, Launch
 from .tile_choice import Tile
 
 # Windows beyond this see everything; the bound keeps row + shift + window inside int32.
@@ -18,6 +20,9 @@ MAX_WINDOW = 2**30
 # Keys and values of the heads that run together should stay in the L2 cache (50 MB on H100, 40 MB
 # on A100).
 _GROUP_BYTES = 16 * 2**20
+_NO_GUARD = contextlib.nullcontext()
+# Of one call: backwards differ by the strides of their gradients.
+_MAX_LAUNCHES = 64
 
 
 class WalkedMask(NamedTuple):
@@ -77,26 +82,32 @@ class Problem:
         blocks: WalkedMask | None = None,
         autotune: bool = False,
     ):
-        self.q, self.k, self.v = q, k, v
-        self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
-        self.lengths_k, self.alibi_slopes, self.dropout_seed = lengths_k, alibi_slopes, dropout_seed
-        self.softmax_scale, self.softcap, self.dropout_p = softmax_scale, softcap, dropout_p
+        self._set_tensors(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, blocks
+        )
+        self.device_index = q.device.index if q.is_cuda else None
+        # 3 and 3.0 are equal in the key of a kept Problem, but not to Triton.
+        self.softmax_scale, self.softcap = float(softmax_scale), float(softcap)
+        self.dropout_p = float(dropout_p)
         self.has_left, self.has_right = window_left is not None, window_right is not None
-        self.window = (min(window_left or 0, MAX_WINDOW), min(window_right or 0, MAX_WINDOW))
+        self.window = tuple(int(min(side or 0, MAX_WINDOW)) for side in (window_left, window_right))
         self.is_varlen = cu_seqlens_q is not None
         self.nheads, self.headdim = q.shape[-2], q.shape[-1]
         self.nheads_k = k.shape[-2]
         self.group_size = self.nheads // self.nheads_k
+        out_row = self.nheads * self.headdim
         if self.is_varlen:
             self.batch = cu_seqlens_q.shape[0] - 1
-            self.seqlen_q, self.seqlen_k = max_seqlen_q, max_seqlen_k
+            self.seqlen_q, self.seqlen_k = int(max_seqlen_q), int(max_seqlen_k)
             self.lse_shape = (self.nheads, q.shape[0])
+            self.out_strides = (0, out_row, self.headdim)
             self.lse_strides = (0, q.shape[0])
             self.column_shape = (self.nheads, k.shape[0])
             self.column_strides = (0, k.shape[0])
         else:
             self.batch, self.seqlen_q, self.seqlen_k = q.shape[0], q.shape[1], k.shape[1]
             self.lse_shape = (self.batch, self.nheads, self.seqlen_q)
+            self.out_strides = (self.seqlen_q * out_row, out_row, self.headdim)
             self.lse_strides = (self.nheads * self.seqlen_q, self.seqlen_q)
             self.column_shape = (self.batch, self.nheads, self.seqlen_k)
             self.column_strides = (self.nheads * self.seqlen_k, self.seqlen_k)
@@ -109,13 +120,39 @@ class Problem:
             alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0
         )
 
+        self.autotune = autotune
+        # What was decided about the call, shared by all with_tensors.
+        self.launches = Bounded(_MAX_LAUNCHES)
+        self.families: dict[tuple, str] = {}
+        self.tiles: dict[str, Tile] = {}
+
+    def _set_tensors(
+        self, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, lengths_k=None, alibi_slopes=None,
+        dropout_seed=None, blocks=None,
+    ):  # fmt: skip
+        self.q, self.k, self.v = q, k, v
+        self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
+        self.lengths_k, self.alibi_slopes, self.dropout_seed = lengths_k, alibi_slopes, dropout_seed
         # Of a block mask: what the kernels walk (sparse.py), by query row and by key column.
         self.mask = blocks
-        self.autotune = autotune
         self.row_lists = self.col_lists = None
         if blocks is not None:
             self.row_lists = _lists(blocks.rows, blocks.token_masks)
             self.col_lists = _lists(blocks.cols, blocks.token_masks)
+
+    def with_tensors(self, *tensors) -> "Problem":
+        """The same call on other tensors (_set_tensors) of the same shapes, strides, dtypes and
+        alignment, on the same device."""
+        other = object.__new__(Problem)
+        other.__dict__.update(self.__dict__)
+        other._set_tensors(*tensors)
+        return other
+
+    def launch(self, make: Callable[..., Launch], *arguments) -> Launch:
+        """make(self, *arguments), kept from the first call on."""
+        key = (make, arguments)
+        known = self.launches.get(key)
+        return known or self.launches.keep(key, make(self, *arguments))
 
     def fit(self, tile: Tile) -> Tile:
         """The tile itself, or with a block mask the largest part of it that divides a block."""
@@ -126,11 +163,12 @@ class Problem:
         warps = tile.num_warps if block_m * block_n == tile.block_m * tile.block_n else 4
         return Tile(block_m, block_n, min(warps, tile.num_warps), tile.num_stages)
 
-    def strides(self, tensor: Tensor) -> tuple[int, int, int]:
+    def strides(self, of_tensor: tuple[int, ...]) -> tuple[int, int, int]:
         """(batch, row, head) strides; a packed tensor moves by rows only."""
-        if self.is_varlen:
-            return (0, tensor.stride(0), tensor.stride(1))
-        return (tensor.stride(0), tensor.stride(1), tensor.stride(2))
+        return (0, *of_tensor[:2]) if self.is_varlen else of_tensor[:3]
+
+    def qkv_strides(self) -> tuple[tuple[int, int, int], ...]:
+        return tuple(self.strides(t.stride()) for t in (self.q, self.k, self.v))
 
     def index_tensors(self) -> tuple[Tensor | None, ...]:
         return self.cu_seqlens_q, self.cu_seqlens_k, self.lengths_k, self.alibi_slopes
@@ -156,10 +194,9 @@ class Problem:
 
     def device_guard(self):
         """Triton launches on the current device."""
-        device = self.q.device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            return torch.cuda.device(device)
-        return contextlib.nullcontext()
+        if self.device_index is None or self.device_index == torch.cuda.current_device():
+            return _NO_GUARD
+        return torch.cuda.device(self.device_index)
 
 
 def uses_ptx(device: torch.device) -> bool:

@@ -123,9 +123,13 @@ def choose_tile(kernel: str, problem, run: Callable) -> Tile:
     if kernel in _overrides:
         return _overrides[kernel]
     p = problem
+    if kernel in p.tiles:
+        return p.tiles[kernel]
     family = gpu_family(p.q.device)
     tile = table_tile(kernel, family, p.headdim, p.q.dtype, p.dropout_p > 0.0)
-    if p.autotune and family != "interpreter":  # there a tile's time says nothing
+    if not p.autotune:
+        p.tiles[kernel] = tile
+    elif family != "interpreter":  # there a tile's time says nothing
         from .tile_search import searched_tile
 
         key = (kernel, p.q.device, p.q.dtype, p.group_size, *p.flags().items())

@@ -144,6 +144,23 @@ def test_two_streams():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kernel", ["portable", None])
+def test_repeated_calls_of_one_shape_are_told_apart(kernel):
+    """The second call of a kind launches the compiled kernel of the first directly."""
+    memory = torch.randn(3, 2 * 600 * 4 * 64 + 8, dtype=torch.bfloat16, device="cuda")
+    for _ in range(3):
+        for begin in (0, 8, 1):  # the last is not aligned to 16 bytes
+            q, k, v = memory[:, begin : begin + 2 * 600 * 4 * 64].view(3, 2, 600, 4, 64).unbind()
+            for heads_first in (False, True):
+                if heads_first:
+                    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+                for options in ({}, {"causal": True}, {"dropout_p": 0.2, "dropout_seed": 3}):
+                    qkv = [t.detach().requires_grad_() for t in (q, k, v)]
+                    testing.assert_matches_reference(
+                        "flash_attention", qkv, kernel=kernel, **options
+                    )
+
+
 def test_any_device_index():
     q, k, v = testing.make_qkv(1, 64, 64, 2, 64, device="cuda:1")
     testing.assert_matches_reference("flash_attention", (q, k, v), causal=True)
