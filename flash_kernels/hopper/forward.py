@@ -334,7 +334,7 @@ def attention_forward_kernel(
     """Grid: at most num_items = num_row_tiles * batch * nheads, best one for each multiprocessor;
     4 warps.
 
-    counter_ptr: an int32 zero, if the grid has fewer blocks than num_items, else None.
+    counter_ptr: an int32 zero for row tiles that take different times, else None.
 
     Descriptors: of launch.py, in boxes of one head, `rows` rows and HEADDIM columns; zeros outside.
     row_ptrs: lse, the dropout keys of rows, their multipliers, the dropout keys of columns, which

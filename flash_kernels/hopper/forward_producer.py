@@ -2,9 +2,9 @@
 walks, and the warpgroup that loads them.
 
 The grid is persistent. A block begins with the row tile of its number, in the order of
-tiles.program_order, and then takes the next that no block has taken: shares of unequal row tiles
-(causal, packed, sparse) would not end together otherwise. The producer takes them and passes each
-number to the consumers beside the Q buffers.
+tiles.program_order. Where all take the same time it goes on with every num_programs-th; shares of
+unequal ones (causal, packed, sparse) would not end together, so there a block goes on with the next
+that no block has taken. The producer passes the numbers to the consumers beside the Q buffers.
 """
 
 from ..portable import sparse, tiles
@@ -124,7 +124,7 @@ def produce(
 ):  # fmt: skip
     """For each row tile load Q, then the K and V tiles of the walk.
 
-    counter_ptr: int32, the row tiles taken beside the first ones; None if there are no others.
+    counter_ptr: int32, the row tiles taken beside the first ones; None for equal shares.
     """
     q_desc, k_desc, v_desc = descs
     items, q_smem, k_smem, v_smem = buffers
@@ -164,7 +164,7 @@ def produce(
             turn += 1
             base += num_tiles
         if counter_ptr is None:
-            item = num_items
+            item += gl.num_programs(0)
         else:
             # While the consumers work through what the rings hold.
             item = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")

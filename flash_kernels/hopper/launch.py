@@ -46,13 +46,14 @@ def padded_headdim(headdim: int) -> int:
 def forward_tile(problem: Problem) -> ForwardTile:
     """The tile sizes of a call.
 
-    Three consumers leave 160 registers, too few for dropout and for more than one mask, and own
-    192 rows, which do not divide a block of a block mask.
+    Three consumers load each key tile for 192 rows, which pays in long sequences. They leave 160
+    registers, too few for dropout and for more than one mask, and 192 rows do not divide a block of
+    a block mask.
     """
     p = problem
     if p.headdim > 64:
         return ForwardTile(2, 128, 2, 240)
-    if p.dropout_p > 0.0 or p.has_left or p.mask is not None:
+    if p.dropout_p > 0.0 or p.has_left or p.mask is not None or p.seqlen_q <= 2048:
         return ForwardTile(2, 128, 3, 240)
     return ForwardTile(3, 128, 3, 160)
 
@@ -159,7 +160,7 @@ def attention_forward(problem: Problem) -> tuple[Tensor, Tensor]:
     with p.device_guard():
         keys = column_keys(p, tile.block_n)
         counter = None
-        if num_forward_items(p, tile) > num_multiprocessors(p.q.device):
+        if not has_equal_row_tiles(p) and num_row_tiles(p, tile) > num_blocks(p, tile):
             counter = torch.zeros(1, dtype=torch.int32, device=p.q.device)
         p.launch(_forward_launch)(
             p.q, p.k, p.v, out,
@@ -169,10 +170,21 @@ def attention_forward(problem: Problem) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def num_forward_items(problem: Problem, tile: ForwardTile) -> int:
-    """Row tiles of all heads and sequences."""
+def has_equal_row_tiles(problem: Problem) -> bool:
+    """Whether all row tiles of the forward see as many keys."""
+    p = problem
+    return not (p.has_left or p.has_right or p.is_varlen) and p.lengths_k is None and p.mask is None
+
+
+def num_row_tiles(problem: Problem, tile: ForwardTile) -> int:
+    """Of all heads and sequences in the forward."""
     p = problem
     return p.batch * p.nheads * cdiv(p.seqlen_q, tile.num_consumers * ROWS.value)
+
+
+def num_blocks(problem: Problem, tile: ForwardTile) -> int:
+    """Size of the forward's grid: as many blocks as run at once."""
+    return min(num_row_tiles(problem, tile), num_multiprocessors(problem.q.device))
 
 
 def _forward_launch(problem: Problem) -> Launch:
@@ -180,20 +192,19 @@ def _forward_launch(problem: Problem) -> Launch:
     tile = forward_tile(p)
     flags = _flags(p, tile.block_n)
     columns, is_ragged = flags["HEADDIM"], p.is_varlen or p.lengths_k is not None
-    num_items = num_forward_items(p, tile)
+    num_items = num_row_tiles(p, tile)
     num_heads = p.batch * p.nheads
-    num_row_tiles = num_items // num_heads
     rows = describe(ROWS.value, columns, is_ragged)
     keys = describe(tile.block_n, columns, is_ragged)
     numbers = (
-        (p.nheads, num_heads, p.seqlen_q, p.seqlen_k, num_row_tiles, heads_per_group(p)),
+        (p.nheads, num_heads, p.seqlen_q, p.seqlen_k, num_items // num_heads, heads_per_group(p)),
         p.group_size, num_items, p.window, p.scale_log2, p.dropout_threshold, p.keep_scale,
     )  # fmt: skip
     constants = dict(
         NUM_CONSUMERS=tile.num_consumers, BLOCK_N=tile.block_n, STAGES=tile.num_stages,
         REGISTERS=tile.registers, **flags, num_warps=4,
     )  # fmt: skip
-    grid = min(num_items, num_multiprocessors(p.q.device))
+    grid = num_blocks(p, tile)
     return Launch(attention_forward_kernel, grid, numbers, constants, (rows, keys, keys, rows))
 
 

@@ -64,7 +64,7 @@ def is_faster(problem: Problem, direction: str) -> bool:
 
     At headdim 128 and with block masks it is, but for one case. At 64 (40 to 64 are padded to it)
     short rows go to the portable kernels, whose blocks are smaller, and so does the forward with
-    dropout. Sequences of different lengths count as short for longer.
+    dropout. Sequences of different lengths count as short for longer, and so do few heads.
     """
     p = problem
     if p.headdim <= 32:
@@ -86,7 +86,9 @@ def is_faster(problem: Problem, direction: str) -> bool:
         return row_length >= (8192 if p.has_right else 2048)
     if p.has_left:
         return row_length >= 1024
-    return row_length >= (2048 if p.has_right else 512)
+    if p.has_right:
+        return row_length >= (1024 if p.batch * p.nheads >= 256 else 2048)
+    return row_length >= 512
 
 
 def reason_not_served(problem: Problem) -> str | None:

@@ -70,7 +70,8 @@ def check_each(kernels: list[dict]) -> None:
 
 # Every tile of launch.py, with the options that take the most registers.
 CASES = [
-    (64, "bf16", []),
+    (64, "bf16", ["long"]),
+    (64, "bf16", ["causal", "long"]),
     (64, "bf16", ["causal"]),
     (64, "fp16", ["causal", "dropout"]),
     (64, "bf16", ["varlen", "window", "dropout"]),

@@ -21,7 +21,7 @@ pytestmark = [
         reason="needs a GPU of compute capability 9.0",
     ),
 ]
-SHAPES = [(1, 1), (113, 203), (203, 113), (512, 512), (1, 777), (1023, 1024), (1100, 1100)]
+SHAPES = [(1, 1), (113, 203), (203, 113), (512, 512), (1, 777), (1023, 1024), (2100, 2150)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
