@@ -169,7 +169,10 @@ def test_an_offline_run_and_its_resume_read_back(offline):
 
 
 def test_a_picture_of_each_pattern_reads_back(offline):
-    patterns = [{"name": "butterfly", "block_size": 16}, {"name": "sliding_window", "left": 7, "right": 0}]
+    patterns = [
+        {"name": "butterfly", "block_size": 16},
+        {"name": "sliding_window", "left": 7, "right": 0},
+    ]
     model = GPT(
         vocab_size=13, dim=16, nheads=2, max_seqlen=64, depth=2,
         attention=BlockSparseAttention(patterns[0], 64, layers=patterns),
