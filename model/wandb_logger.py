@@ -6,6 +6,9 @@ get such names here (`chart_name`), and every chart has tokens on its x axis.
 """
 
 import re
+import ssl
+import urllib.error
+import urllib.request
 import warnings
 from pathlib import Path
 
@@ -228,13 +231,21 @@ def wandb_logger(
         )
 
     run = None
-    if mode == "online" or (mode == "auto" and _has_wandb_account(wandb)):
+    goes_online = mode == "online" or (mode == "auto" and _has_wandb_account(wandb))
+    settings = wandb.setup().settings  # of the environment and W&B's own files
+    if mode == "auto" and goes_online and settings.mode == "online":
+        goes_online = _is_reachable(settings.base_url)
+        if not goes_online:
+            warnings.warn(f"{settings.base_url} cannot be reached, logging offline", stacklevel=2)
+    if goes_online:
         try:
             run = start("online" if mode == "online" else None)  # None heeds WANDB_MODE
         except Exception as error:
             if mode == "online":
                 raise
-            warnings.warn(f"W&B cannot be reached, logging offline: {error}", stacklevel=2)
+            reason = str(error).split("\n")[0]
+            warnings.warn(f"W&B cannot be reached, logging offline: {reason}", stacklevel=2)
+            wandb.teardown()  # its service still holds the id for the start that failed
     if run is None:
         try:
             run = start("offline")
@@ -249,6 +260,19 @@ def wandb_logger(
         if checkpoints == "every":
             print("W&B is offline: the last and the best checkpoint become artifacts at the end")
     return PatientWandbLogger(experiment=run, save_dir=save_dir, checkpoints=checkpoints)
+
+
+def _is_reachable(url: str, timeout_s: float = 10.0) -> bool:
+    """Whether a server answers, with whatever; W&B itself tries for a minute and more."""
+    try:
+        urllib.request.urlopen(url, timeout=timeout_s).close()
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, ssl.SSLError)  # W&B may know the certificate
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _has_wandb_account(wandb) -> bool:

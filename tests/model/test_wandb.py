@@ -12,6 +12,7 @@ import torch
 from lightning import LightningDataModule, Trainer
 from wandb.proto import wandb_internal_pb2
 
+import model.wandb_logger
 from model.block_sparse import BlockSparseAttention
 from model.callbacks import Metrics
 from model.checkpoint import AtomicCheckpointIO, Checkpoints
@@ -125,6 +126,8 @@ def train(folder, *, stop, ckpt_path=None):
 @pytest.mark.filterwarnings("ignore")
 def test_an_offline_run_and_its_resume_read_back(offline):
     train(offline, stop=5)
+    # W&B names folders by the second, and the next start is not to fall into this one's.
+    next((offline / "wandb").glob("offline-run-*")).rename(offline / "wandb/offline-run-0-r-1")
     model = train(offline, stop=8, ckpt_path=offline / "checkpoints/step-00000004.ckpt")
     first, second = (
         read_records(path) for path in sorted((offline / "wandb").glob("offline-run-*/*.wandb"))
@@ -286,7 +289,40 @@ def test_without_an_account_the_run_is_offline(offline, capsys):
     assert f"wandb sync {offline}/wandb/offline-run-*-run-1" in capsys.readouterr().out
 
 
-def test_failure_costs_no_run(tmp_path, monkeypatch):
+def test_an_account_without_a_network_logs_offline(offline, monkeypatch):
+    assert not model.wandb_logger._is_reachable("http://127.0.0.1:9")  # nobody listens there
+    assert not model.wandb_logger._is_reachable("nonsense")
+    monkeypatch.setattr(model.wandb_logger, "_has_wandb_account", lambda wandb: True)
+    monkeypatch.setattr(model.wandb_logger, "_is_reachable", lambda url: False)
+    offline.mkdir()
+    with pytest.warns(UserWarning, match="cannot be reached, logging offline"):
+        logger = wandb_logger(save_dir=str(offline), run_id="r-3", name="r")
+    logger.finish("success")
+    assert list((offline / "wandb").glob("offline-run-*-r-3/*.wandb"))
+
+
+def test_a_start_that_fails_online_is_made_again_offline(offline, monkeypatch):
+    """W&B's service holds the id of the failed start until it is torn down."""
+    import wandb
+
+    calls = []
+
+    def init(mode, **kwargs):
+        calls.append(mode)
+        if mode is None:
+            raise wandb.errors.CommError("context deadline exceeded\nwhile retrying")
+        return SimpleNamespace(**vars(FakeRun), dir="run/wandb/offline-run-1-r/files")
+
+    monkeypatch.setattr(model.wandb_logger, "_has_wandb_account", lambda wandb: True)
+    monkeypatch.setattr(model.wandb_logger, "_is_reachable", lambda url: True)
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "teardown", lambda: calls.append("teardown"))
+    with pytest.warns(UserWarning, match="logging offline: context deadline exceeded$"):
+        assert wandb_logger(save_dir=str(offline), run_id="r", name="r") is not None
+    assert calls == [None, "teardown", "offline"]
+
+
+def test_failure_costs_no_run(offline, tmp_path, monkeypatch):
     """Neither a service that does not start nor one that dies later raises."""
     import wandb
 
