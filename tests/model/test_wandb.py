@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import struct
+import time
 import warnings
 from types import SimpleNamespace
 
@@ -28,10 +29,8 @@ BLOCK = 32768  # bytes; of LevelDB's log format, which W&B writes behind 7 bytes
 HEADER = struct.Struct("<IHB")  # CRC, length, kind: whole, first, middle, last
 
 
-def read_records(path):
-    """The protobuf records of a .wandb file, as `wandb sync` reads them."""
-    data = path.read_bytes()
-    assert data[:4] == b":W&B"
+def parse(data):
+    """The protobuf records of a .wandb file, as `wandb sync` reads them; not one cut off."""
     records, parts, at = [], [], 7
     while at + HEADER.size <= len(data):
         if BLOCK - at % BLOCK < HEADER.size:  # padding
@@ -39,6 +38,8 @@ def read_records(path):
             continue
         _, length, kind = HEADER.unpack_from(data, at)
         at += HEADER.size
+        if at + length > len(data):
+            break
         parts.append(data[at : at + length])
         at += length
         if kind in (1, 4):
@@ -46,7 +47,16 @@ def read_records(path):
             record.ParseFromString(b"".join(parts))
             records.append(record)
             parts = []
-    assert not parts, "the file ends within a record"
+    return records
+
+
+def read_records(path):
+    """Of a run that was finished: W&B's service writes the last of them when finish() is over."""
+    deadline = time.monotonic() + 20
+    while not of_kind(records := parse(path.read_bytes()), "exit"):
+        assert time.monotonic() < deadline, f"{path} does not end"
+        time.sleep(0.02)
+    assert path.read_bytes()[:4] == b":W&B"
     return records
 
 
