@@ -31,11 +31,11 @@ from model.block_sparse import BlockSparseAttention
 from model.callbacks import StopAtTarget
 from model.checkpoint import AtomicCheckpointIO, Checkpoints, newest_best
 from model.classification_task import accuracy_interval
-from model.generation import generate
+from model.generation import sample_text
 from model.language_task import CausalLMTask
-from model.loggers import PatientWandbLogger
 from model.run import plan_run, record_run
 from model.task import say, step_seed
+from model.wandb_logger import PatientWandbLogger
 
 WANTS_TRACEBACK = bool(os.environ.get("HYDRA_FULL_ERROR"))
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
@@ -239,10 +239,9 @@ def report_perplexity(cfg: DictConfig, data, task, trainer: Trainer) -> float:
     if cfg.sample_prompt and rank_zero_only.rank == 0 and trainer.world_size == 1:
         device = trainer.strategy.root_device
         model = task.model.eval().to(device)  # fit moves it to the CPU
-        ids = torch.tensor([data.tokenizer.encode(cfg.sample_prompt)], device=device)
-        rng = torch.Generator(device).manual_seed(cfg.seed)
-        ids = generate(model, ids, cfg.sample_tokens, temperature=0.8, top_k=50, generator=rng)
-        say(f"sample: {data.tokenizer.decode(ids[0].tolist())}")
+        prompt, num_tokens = cfg.sample_prompt, cfg.sample_tokens
+        texts = sample_text(model, data.tokenizer, prompt, num_tokens, seed=cfg.seed)
+        say(f"sample: {texts[0]}")
     return loss
 
 

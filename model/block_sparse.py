@@ -55,6 +55,16 @@ class BlockSparseAttention:
             self._masks[index, device] = _build(self.patterns[index], self.max_seqlen, device)
         return self._masks[index, device]
 
+    def pictures(self) -> dict[str, str]:
+        """name -> SVG of each pattern, as it is laid out for max_seqlen tokens."""
+        single = len(self.patterns) == 1
+        return {
+            str(pattern["name"]) + f"_{index}" * (not single): self.mask(
+                index, torch.device("cpu")
+            ).plot()
+            for index, pattern in enumerate(self.patterns)
+        }
+
 
 class _LayerAttention:
     """Pattern `index` of a BlockSparseAttention, as one layer calls it."""

@@ -75,15 +75,15 @@ class Metrics(Callback):
         self.every_n_steps = every_n_steps
         self.display = Display() if show else None
         self._waiting: list[tuple[int, float, dict[str, torch.Tensor]]] = []
-        self._tokens = 0  # consumed since the run began, a resume included
+        self.tokens = 0  # consumed since the run began, a resume included
         self._paused_at: float | None = None
         self._peak: float | None = None
 
     def state_dict(self) -> dict:
-        return {"tokens": self._tokens}
+        return {"tokens": self.tokens}
 
     def load_state_dict(self, state: dict) -> None:
-        self._tokens = state["tokens"]
+        self.tokens = state["tokens"]
 
     def on_train_start(self, trainer: Trainer, task: LightningModule) -> None:
         device = task.device
@@ -125,8 +125,8 @@ class Metrics(Callback):
                 amount = row.pop(name)
                 work[kind] = work.get(kind, 0.0) + amount
                 if kind == "tokens":
-                    self._tokens += int(amount)
-            rows.append((step, {"tokens": self._tokens, "lr": lr, **row}))
+                    self.tokens += int(amount)
+            rows.append((step, {"tokens": self.tokens, "lr": lr, **row}))
         last = rows[-1][1]
         seconds = max(now - self._interval_start, 1e-9)
         last |= {f"{kind}_per_s": work[kind] / seconds for kind in ("tokens", "samples")}
@@ -153,6 +153,7 @@ class Metrics(Callback):
     def on_validation_end(self, trainer: Trainer, task: LightningModule) -> None:
         metrics = trainer.callback_metrics
         row = {key: float(value) for key, value in metrics.items() if key.startswith("val/")}
+        row["tokens"] = self.tokens
         for logger in trainer.loggers:
             logger.log_metrics(row, trainer.global_step)
             logger.save()

@@ -340,6 +340,8 @@ class Checkpoints(Checkpoint):
         self._saved_step = step
         if trainer.is_global_zero and path.name in read_manifest(self.folder):
             self._tidy(path, best)
+        for logger in [logger for logger in trainer.loggers if hasattr(logger, "checkpoint_saved")]:
+            logger.checkpoint_saved()
         for clock in clocks:
             clock.resume_clock()
 

@@ -79,6 +79,28 @@ def generate(
     return tokens
 
 
+def sample_text(
+    model: GPT,
+    tokenizer,
+    prompt: str,
+    num_tokens: int,
+    *,
+    seed: int,
+    num_samples: int = 1,
+) -> list[str]:
+    """Texts that continue a prompt, drawn at temperature 0.8 from the 50 likeliest tokens.
+
+    Args:
+        tokenizer: with encode(text) -> ids and decode(ids) -> text.
+        seed: of a generator of its own.
+    """
+    device = model.head_weight.device
+    ids = torch.tensor([tokenizer.encode(prompt)] * num_samples, device=device)
+    rng = torch.Generator(device).manual_seed(seed)
+    ids = generate(model, ids, num_tokens, temperature=0.8, top_k=50, generator=rng)
+    return [tokenizer.decode(row.tolist()) for row in ids]
+
+
 def context_start(num_tokens: int, max_seqlen: int) -> int:
     """First token that the model sees when it continues a text of num_tokens.
 

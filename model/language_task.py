@@ -153,6 +153,11 @@ class CausalLMTask(LanguageModelTask):
         self._parallel = split_sequences(self.model, size, method, seqlen)
         self._seqlen = seqlen
 
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether a sequence lies on several processes, which then run the model together."""
+        return self._parallel is not None
+
     def setup(self, stage: str) -> None:
         if self._parallel is not None:
             self._parallel.connect()

@@ -1,11 +1,10 @@
-"""Where metrics go: a CSV file that survives a resume, and W&B that never ends a run."""
+"""Where metrics go on every machine: a CSV file that survives a resume."""
 
 import csv
 import os
-import warnings
 from pathlib import Path
 
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 COLUMNS = (
@@ -96,99 +95,3 @@ class CsvLogger(Logger):
 
 def _text(value) -> str:
     return f"{value:.9g}" if isinstance(value, float) else str(value)
-
-
-class PatientWandbLogger(WandbLogger):
-    """WandbLogger whose failures cost the metrics of W&B, not the run."""
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict, step: int | None = None) -> None:
-        self._try(f"the metrics of step {step}", super().log_metrics, metrics, step)
-
-    @rank_zero_only
-    def log_hyperparams(self, params, *args, **kwargs) -> None:
-        self._try("the configuration", super().log_hyperparams, params)
-
-    @rank_zero_only
-    def finish(self, status: str) -> None:
-        """End the W&B run: the next one of a sweep gets its own. Lightning's finalize comes after
-        fit already, before the last validation."""
-        self._try("the end", lambda: self.experiment.finish(exit_code=int(status == "failed")))
-
-    def _try(self, what: str, log, *args) -> None:
-        try:
-            log(*args)
-        except Exception as error:  # any fault of the service: the CSV still has every row
-            warnings.warn(f"W&B did not take {what}: {error}", stacklevel=3)
-
-
-def wandb_logger(
-    *,
-    save_dir: str,
-    run_id: str,
-    name: str,
-    project: str = "flashtrain",
-    entity: str | None = None,
-    group: str | None = None,
-    tags: list[str] | None = None,
-    mode: str = "auto",
-    init_timeout_s: int = 60,
-) -> Logger | None:
-    """A W&B logger that continues run `run_id`; offline where W&B cannot be reached.
-
-    Args:
-        save_dir: the run folder; W&B's files go to its ``wandb/``.
-        run_id: the same id after a resume continues the same W&B run.
-        mode: "auto" (online, else offline), "online" (fail if W&B cannot be reached), "offline".
-        init_timeout_s: how long to wait for the service, in seconds.
-
-    Returns:
-        The logger, or None on ranks other than 0 and where not even offline mode starts (with a
-        warning; metrics.csv has everything).
-    """
-    if mode not in ("auto", "online", "offline"):
-        raise ValueError(f"wandb mode must be auto, online or offline, got {mode!r}")
-    if rank_zero_only.rank != 0:
-        return None
-    import wandb
-
-    def start(wandb_mode: str | None):
-        return wandb.init(
-            dir=save_dir,
-            id=run_id,
-            name=name,
-            project=project,
-            entity=entity,
-            group=group,
-            tags=tags,
-            mode=wandb_mode,
-            resume=None if wandb_mode == "offline" else "allow",
-            settings=wandb.Settings(init_timeout=init_timeout_s, console="off"),
-        )
-
-    run = None
-    if mode == "online" or (mode == "auto" and _has_wandb_account(wandb)):
-        try:
-            run = start("online" if mode == "online" else None)  # None heeds WANDB_MODE
-        except Exception as error:
-            if mode == "online":
-                raise
-            warnings.warn(f"W&B cannot be reached, logging offline: {error}", stacklevel=2)
-    if run is None:
-        try:
-            run = start("offline")
-        except Exception as error:
-            if mode == "offline":
-                raise
-            warnings.warn(f"W&B does not start, metrics go to metrics.csv: {error}", stacklevel=2)
-            return None
-        print(f"W&B is offline; send the run later with: wandb sync {Path(run.dir).parent}")
-    return PatientWandbLogger(experiment=run)
-
-
-def _has_wandb_account(wandb) -> bool:
-    """Whether a key is at hand, so that W&B will not stop and ask for one."""
-    try:
-        return wandb.login(prompt=False, verify=False)
-    except Exception:  # an unreadable key file is no key
-        return False

@@ -17,7 +17,12 @@ from scripts.svg_plot import Plot
 from scripts.trained_tables import PAPER_TOKENS, loss_verdict, results
 
 _COLOURS = {name: i for i, name in enumerate(IMPLEMENTATION_NAMES.values())}
-_TITLES = {"pytorch": "PyTorch", "flash": "flash", "block_sparse": "block-sparse"}
+_TITLES = {
+    "pytorch": "PyTorch",
+    "flash": "flash",
+    "block_sparse": "block-sparse",
+    "fmha": "FMHA of Apex",
+}
 _PAPER_NAMES = {"sdpa_math": "pytorch", "flash_portable": "flash", "flash_hopper": "flash"}
 
 
@@ -183,21 +188,27 @@ def reproduced_blocks(record: dict) -> list:
     unit = rows[0]["unit"]
     cells = [
         [
-            f"{r['seqlen']:,} {_TITLES[r['impl']]}",
+            f"{r['seqlen']:,} {_title(r)}",
             *map(_number, (r["paper"], r["here"], r["paper_ratio"], r["here_ratio"])),
             r["verdict"],
         ]
         for r in rows
     ]
     header = ["tokens", f"paper, {unit}", f"here, {unit}"]
-    header += ["PyTorch / it, paper", "PyTorch / it, here", ""]
+    against = rows[0].get("against", "PyTorch")
+    scaled = ", scaled to this GPU" * (against != "PyTorch")
+    header += [f"{against} / it, paper", f"{against} / it, here{scaled}", ""]
     lines = defaultdict(list)
     for r in rows:
         for where in ("here", "paper"):
             if r[where]:
-                lines[f"{_TITLES[r['impl']]}, {where}"].append((r["seqlen"], r[where]))
+                lines[f"{_title(r)}, {where}"].append((r["seqlen"], r[where]))
     title = _table_name(name)
     return [Table(header, cells, title), Plot(title, "tokens", unit, dict(lines), log_y=True)]
+
+
+def _title(row: dict) -> str:
+    return _TITLES[row["impl"]] + (f", {row['direction']}" if "direction" in row else "")
 
 
 def block_sparse_blocks(record: dict) -> list:

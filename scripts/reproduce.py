@@ -3,6 +3,7 @@
 
     python -m scripts.reproduce table11      forward and backward with dropout and key padding
     python -m scripts.reproduce table21      memory
+    python -m scripts.reproduce table7       against Apex's FMHA, whose times are the paper's alone
     python -m scripts.reproduce table4       what it says, and the commands that train its rows
 
 table9 to table20 are runtimes, table21 memory, at batch 16, 8 heads of 64, fp16, from 128 to 65,536
@@ -28,9 +29,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flash_kernels import BlockMask, block_sparse_attention, flash_attention
 from model.run import environment
+from scripts import fmha_table
 from scripts.arguments import command_line
 from scripts.paper_numbers import (
     FIGURES,
+    FMHA_SEQLENS,
     MEMORY_MB,
     RUNTIME_MS,
     RUNTIME_TABLES,
@@ -198,7 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*RUNTIME_TABLES, "table21", *TRAINING, *FIGURES, "figure3"]
+    names = ["table7", *RUNTIME_TABLES, "table21", *TRAINING, *FIGURES, "figure3"]
     parser.add_argument("name", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--quick", action="store_true", help="up to 2,048 tokens")
     parser.add_argument("--output", type=Path, help="default: outputs/reproduce/NAME.json")
@@ -223,6 +226,8 @@ def measure(name: str, output: Path, is_quick: bool, console: Console) -> None:
     settings = dict(batch=BATCH, nheads=NHEADS, headdim=HEADDIM, dtype="float16")
     if name in FIGURES:
         seqlens, settings = [GPT2_SEQLEN], {**settings, **GPT2_SHAPE}
+    if name == "table7":
+        seqlens, settings = FMHA_SEQLENS, {**settings, **fmha_table.SHAPE}
     where = environment()
     rows = []
     if output.exists():
@@ -233,6 +238,9 @@ def measure(name: str, output: Path, is_quick: bool, console: Console) -> None:
     for seqlen in track([n for n in seqlens if n not in done], name):
         if name == "table21":
             rows.append(measure_memory(seqlen))
+        elif name == "table7":
+            names = fmha_table.IMPLEMENTATIONS
+            rows.append(measure_runtime(seqlen, (True, True), names, **fmha_table.SHAPE))
         elif name in FIGURES:
             rows.append(
                 measure_runtime(seqlen, (True, False), tuple(FIGURES[name][1]), **GPT2_SHAPE)
@@ -250,7 +258,11 @@ def measure(name: str, output: Path, is_quick: bool, console: Console) -> None:
         )
         output.write_text(json.dumps(record, indent=1))
     rows.sort(key=lambda row: row["seqlen"])
-    verdicts = show(name, rows, console)
+    if name == "table7":
+        verdicts = fmha_table.table_rows(rows, where["hardware"]["gpus"][0])
+        fmha_table.show_rows(verdicts, console)
+    else:
+        verdicts = show(name, rows, console)
     record = json.loads(output.read_text())
     output.write_text(json.dumps({**record, "rows": verdicts}, indent=1))
     print(f"record {output}")

@@ -1,9 +1,8 @@
 import csv
-import warnings
 
 import pytest
 
-from model.loggers import CsvLogger, PatientWandbLogger, wandb_logger
+from model.loggers import CsvLogger
 
 
 def read(path):
@@ -40,45 +39,3 @@ def test_csv_goes_on_below_the_resumed_step(tmp_path):
 def test_csv_refuses_a_metric_without_a_column(tmp_path):
     with pytest.raises(ValueError, match="no column for .*train/los'"):
         CsvLogger(save_dir=str(tmp_path)).log_metrics({"train/los": 1.0}, step=1)
-
-
-def test_wandb_without_an_account_logs_offline(tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    logger = wandb_logger(save_dir=str(tmp_path), run_id="run-1", name="run")
-    logger.log_hyperparams({"seed": 1})
-    logger.log_metrics({"train/loss": 1.0}, step=1)
-    logger.experiment.finish()
-    assert logger.experiment.id == "run-1"
-    assert list((tmp_path / "wandb").glob("offline-run-*-run-1"))
-
-
-def test_wandb_failure_costs_no_run(tmp_path, monkeypatch):
-    """Neither a service that does not start nor one that dies later raises."""
-    import wandb
-
-    def refuse(**kwargs):
-        raise wandb.errors.CommError("service is gone")
-
-    monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.warns(UserWarning, match="metrics go to metrics.csv"):
-        assert wandb_logger(save_dir=str(tmp_path), run_id="r", name="r") is None
-
-    class DeadRun:
-        def log(self, *args, **kwargs):
-            raise BrokenPipeError
-
-        def define_metric(self, *args, **kwargs):
-            pass
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logger = PatientWandbLogger(experiment=DeadRun())
-    with pytest.warns(UserWarning, match="did not take the metrics of step 3"):
-        logger.log_metrics({"train/loss": 1.0}, step=3)
-
-
-def test_wandb_mode_is_checked(tmp_path):
-    with pytest.raises(ValueError, match="auto, online or offline, got 'sometimes'"):
-        wandb_logger(save_dir=str(tmp_path), run_id="r", name="r", mode="sometimes")

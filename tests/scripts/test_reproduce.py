@@ -1,4 +1,5 @@
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -6,9 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scripts import paper_numbers, reproduce
+from scripts import fmha_table, paper_numbers, reproduce
 
 ROOT = Path(__file__).parents[2]
+TABLE7 = ("forward", "backward", "both")
 
 
 def test_tables_are_the_twelve_of_the_paper():
@@ -64,6 +66,52 @@ def test_figures_compare_the_factor_over_pytorch():
         flash = reproduce.show(name, [{"seqlen": 1024, **times}], console)[1]
         assert flash["paper_ratio"] == pytest.approx(ratio, abs=0.01)
         assert (flash["here_ratio"], flash["verdict"]) == (here, word)
+
+
+def fmha_times(seqlen, flash=0.2):
+    times = dict(forward=flash, backward=2 * flash, both=3 * flash)
+    return {"seqlen": seqlen, "failures": {}, "flash": times, "pytorch": times}
+
+
+def test_table7_has_the_papers_numbers_and_no_fmha_here(tmp_path, monkeypatch):
+    """At 512 tokens FMHA's forward takes 1.14 ms on an A100; an H200 has 989.4 / 312 its peak."""
+    where = {"hardware": {"gpus": ["NVIDIA H200"]}, "versions": {}, "git_revision": None}
+    shapes = []
+
+    def measure_runtime(seqlen, options, names, **shape):
+        shapes.append((seqlen, options, shape))
+        return fmha_times(seqlen)
+
+    monkeypatch.setattr(reproduce, "environment", lambda: where)
+    monkeypatch.setattr(reproduce, "measure_runtime", measure_runtime)
+    path = tmp_path / "table7.json"
+    reproduce.measure("table7", path, False, Console(file=io.StringIO(), width=150))
+    assert shapes == [(n, (True, True), dict(batch=64, nheads=16)) for n in (128, 256, 512)]
+    record = json.loads(path.read_text())
+    assert (record["settings"]["batch"], record["settings"]["headdim"]) == (64, 64)
+    rows = {(r["seqlen"], r["direction"], r["impl"]): r for r in record["rows"]}
+    assert len(rows) == 27
+    fmha = rows[512, "forward", "fmha"]
+    assert (fmha["paper"], fmha["here"]) == (1.14, None)
+    assert fmha["verdict"].startswith("not available: FMHA is built from Apex's source")
+    flash = rows[512, "forward", "flash"]
+    assert flash["paper_ratio"] == pytest.approx(1.14 / 0.81)
+    assert flash["here_ratio"] == pytest.approx(1.14 / (989.4 / 312) / 0.2)
+    assert flash["verdict"] == "better: FMHA's time scaled by the GPUs' peaks"
+    assert rows[128, "both", "flash"]["verdict"].startswith("worse: ")
+
+
+def test_table7_without_a_peak_has_no_verdict():
+    rows = fmha_table.table_rows([fmha_times(128)], "Some GPU 9000")
+    flash = next(r for r in rows if r["impl"] == "flash")
+    assert flash["verdict"] == "no verdict: the peak of Some GPU 9000 is not known"
+
+
+def test_combined_times_of_table7_are_the_sum_of_both_directions():
+    for impl in ("fmha", "flash"):
+        for at in range(3):
+            forward, backward, both = (paper_numbers.FMHA_MS[d][impl][at] for d in TABLE7)
+            assert both == pytest.approx(forward + backward, abs=0.011)
 
 
 def test_training_tables_name_their_commands():
