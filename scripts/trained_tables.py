@@ -100,10 +100,16 @@ def _word(excess: float, spread: float) -> str:
 def loss_verdict(curve: dict) -> str:
     """What compare_attention found for one experiment, in a sentence."""
     ours, noise = (curve[k]["mean_abs"] for k in ("flash_to_sdpa", "sdpa_to_sdpa"))
+    bias = curve.get("flash_minus_sdpa")
     return (
-        f"{curve['model']}: over the steps, curves of flash are {statistics.fmean(ours):.4f} nats "
-        f"from those of SDPA (mean of {len(ours)} pairs), curves of SDPA {min(noise):.4f} to "
-        f"{max(noise):.4f} from each other ({len(noise)} pairs that differ in the order of their "
-        f"sums); flash - SDPA is {curve['flash_minus_sdpa']:+.4f}: "
+        f"{curve['model']}: over the steps, the loss of flash is {statistics.fmean(ours):.4f} nats "
+        f"from that of SDPA (mean of pairs: {len(ours)}), and SDPA is {_range(noise)} from itself "
+        f"where its sums have another order (pairs: {len(noise)}): "
         + ("within rounding." if curve["flash_within_noise"] else "not within rounding.")
+        + (f" The mean of flash - SDPA is {bias:+.4f}." if bias is not None else "")
     )
+
+
+def _range(values: list[float]) -> str:
+    low, high = f"{min(values):.4f}", f"{max(values):.4f}"
+    return low if low == high else f"{low} to {high}"

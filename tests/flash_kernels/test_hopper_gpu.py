@@ -1,6 +1,9 @@
 """On a Hopper GPU (`pytest -m gpu tests/flash_kernels/test_hopper_gpu.py`): kernel="hopper" against
 the reference and against the portable kernels."""
 
+import multiprocessing
+import time
+
 import pytest
 import torch
 
@@ -68,6 +71,36 @@ def test_repeated_runs(headdim, causal, dropout_p):
             num_unequal += (a != b).sum()
     assert num_unequal == 0
     torch.testing.assert_close(dq, first[1], rtol=2e-2, atol=2e-3)
+
+
+def _train_for_a_while(headdim: int, causal: bool, seconds: float) -> None:
+    """Forward and backward without a pause; another order of warps must not change their bits."""
+    q, k, v = testing.make_qkv(4, 4096, 4096, 12, headdim, dtype=torch.bfloat16, device="cuda")
+    first = None
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        out = flash_attention(q, k, v, causal=causal, kernel="hopper")
+        _, dk, dv = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        first = first or (out, dk, dv)
+        assert all(map(torch.equal, first, (out, dk, dv)))
+
+
+def test_processes_that_share_the_gpu():
+    """The GPU takes a kernel off its multiprocessors in the middle and brings it back."""
+    spawn = multiprocessing.get_context("spawn")
+    cases = [(headdim, causal, 20.0) for headdim in (64, 128) for causal in (False, True)]
+    processes = [spawn.Process(target=_train_for_a_while, args=case) for case in cases]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + 120
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    hung = [case for case, process in zip(cases, processes, strict=True) if process.is_alive()]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert not hung, f"(headdim, causal, seconds) that did not end: {hung}"
+    assert [process.exitcode for process in processes] == [0] * len(processes)
 
 
 @pytest.mark.parametrize("headdim", [64, 128])

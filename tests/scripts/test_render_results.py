@@ -43,6 +43,7 @@ def test_a_changed_record_changes_the_readme(tmp_path, monkeypatch):
     text = render_results.updated(readme)
     assert "| gpt2_1k | flash | 123,457 | 50.0% / 45.0% | 12.3 | 11.0000 | 3.5000 |" in text
     assert (
-        "0.0020 nats from those of SDPA (mean of 2 pairs), curves of SDPA 0.0010 to 0.0030" in text
+        "flash is 0.0020 nats from that of SDPA (mean of pairs: 2), and SDPA is 0.0010 to 0.0030"
+        in text
     )
     assert text.startswith("top\n") and text.endswith("\nbottom\n")
