@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from data import lra_readers, lra_stand_ins
-from data.listops import NUM_EXAMPLES, SYMBOLS, ListOpsSpec, make_listops
+from data.listops import NUM_EXAMPLES, SYMBOLS, ListOpsSpec, listops_examples
 from data.sequence_store import Example, Splits
 
 SHUFFLE_SEED = 0
@@ -122,8 +122,7 @@ def _listops(source: str, max_length: int) -> TokenTask:
         spec = ListOpsSpec()
 
         def generate(split: str) -> Iterator[Example]:
-            for index in range(NUM_EXAMPLES[split]):
-                tokens, label = make_listops(spec, split, index)
+            for tokens, label in listops_examples(spec, split, NUM_EXAMPLES[split]):
                 yield (tokens,), label
 
         splits = {split: _bound(generate, split) for split in NUM_EXAMPLES}
