@@ -253,16 +253,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, dim: int, layout: str) -> None:
 
 
 def check_packed(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
-    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != torch.int32:
-            raise ValueError(
-                f"{name} must be int32 of shape (batch + 1,) with batch >= 1, "
-                f"got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-            )
-        if cu_seqlens.device != q.device:
-            raise ValueError(f"{name} must be on {q.device} like q, got {cu_seqlens.device}")
-        if not cu_seqlens.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got stride {cu_seqlens.stride(0)}")
+    check_packed_layout("cu_seqlens_q", cu_seqlens_q, q.device)
+    check_packed_layout("cu_seqlens_k", cu_seqlens_k, q.device)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             "cu_seqlens_q and cu_seqlens_k must have the same length, "
@@ -271,6 +263,19 @@ def check_packed(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -
     torch.ops.flash_kernels.check_cu_seqlens(
         cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], max_seqlen_q, max_seqlen_k
     )
+
+
+def check_packed_layout(name: str, cu_seqlens: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless a list of starts can be one, whatever its values."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != torch.int32:
+        raise ValueError(
+            f"{name} must be int32 of shape (batch + 1,) with batch >= 1, "
+            f"got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.device != device:
+        raise ValueError(f"{name} must be on {device} like q, got {cu_seqlens.device}")
+    if not cu_seqlens.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got stride {cu_seqlens.stride(0)}")
 
 
 def checked_slopes(slopes: Tensor, q: Tensor, batch: int) -> Tensor:
