@@ -67,6 +67,22 @@ def test_a_run_goes_on_with_other_processes(workplace, one_process):
     assert found[3][-1] == pytest.approx(one_process[3][-1], rel=1e-5)
 
 
+@pytest.mark.long
+def test_shards_are_continued_by_other_processes(workplace, one_process):
+    """Written by two, continued and written by four, read by one."""
+    name = "run_name=shards"
+    sharded = "trainer.strategy.save_distributed_checkpoint=true"
+    for number, steps in ((2, 2), (4, 4)):
+        options = [*on_cpu("fsdp", number), f"trainer.max_steps={steps}", "resume=auto", sharded]
+        workplace.run(name, *EXACT, *options, launcher=launcher(number))
+    folder = workplace.folder / "outputs/runs/shards/checkpoints"
+    assert (folder / "step-00000004.ckpt/.metadata").exists() and not [*folder.glob("*.part")]
+    workplace.run(name, *EXACT, "trainer.max_steps=6", "resume=auto")
+    found = shown(workplace, "shards")
+    assert_like(found[:3], one_process[:3])
+    assert found[3][-1] == pytest.approx(one_process[3][-1], rel=1e-5)
+
+
 def children(pid: int) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
