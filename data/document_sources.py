@@ -6,6 +6,8 @@
                codes are given to trained persons under a contract, and no hub may carry them
     stand_in   one .jsonl(.gz, .xz, .zst) or .parquet file of documents with one label each
 
+Each also takes "random": a few documents of random words and labels, to see that a run works.
+
 Local files of the first two are a folder with train, val (or dev, validation) and test as .jsonl or
 .parquet, rows with `text`, a string or a list of paragraphs, and `labels`, a list of names or
 numbers. A result on a stand-in says so wherever it is shown: it is not comparable with published
@@ -17,6 +19,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,14 +105,19 @@ class DocumentSource:
         self._paths: dict[str, Path] = {}
         if source is None and task == "ecthr":
             source = "hf"
-        if source == "hf" and task == "ecthr":
-            origin: list[Any] = [f"hf:{ECTHR_HUB}", config]
+        self._random = source == "random"
+        if self._random:
+            origin: list[Any] = ["random"]
+        elif source == "hf" and task == "ecthr":
+            origin = [f"hf:{ECTHR_HUB}", config]
         else:
             self._paths = _find_files(task, source)
             # Names and sizes: enough to tell one release from another.
             origin = [[p.name, p.stat().st_size] for p in self._paths.values()]
         self.stand_in = ""
-        if task == "stand_in":
+        if self._random:
+            self.stand_in = "random words and labels: nothing can be learned"
+        elif task == "stand_in":
             name = next(iter(self._paths.values())).name
             self.stand_in = f"{name}, labels from {self._label_field!r}, instead of ECtHR and MIMIC"
         self.identity = {
@@ -163,7 +171,7 @@ class DocumentSource:
             )
         else:
             digests = collections.defaultdict(set)
-            for document in self._read(next(iter(self._paths))):
+            for document in self._read("all"):
                 digests[document.labels[0]].add(_digest(document.text))
             counts = collections.Counter({name: len(found) for name, found in digests.items()})
         if len(counts) < self._num_classes:
@@ -184,11 +192,14 @@ class DocumentSource:
             yield from self._read(split)
             return
         self.classes()
-        for document in self._read(next(iter(self._paths))):
+        for document in self._read("all"):
             if self._splits.get(_digest(document.text)) == split:
                 yield document
 
     def _read(self, split: str) -> Iterator[Document]:
+        if self._random:
+            yield from _random_documents(split, self._num_classes, self.multi_label)
+            return
         if self._paths:
             rows = read_rows(self._paths[split])
         else:
@@ -209,6 +220,18 @@ class DocumentSource:
             return (value,)
         found = self._pattern.search(value)
         return (found[1],) if found and found[1] else ()
+
+
+def _random_documents(split: str, num_classes: int, multi_label: bool) -> Iterator[Document]:
+    """Four of each label at least, of 50 to 500 words."""
+    draw = random.Random(f"documents {split}")
+    words = "the a of and to in is was for on with as by at from it that he she they".split()
+    for index in range(4 * num_classes):
+        labels = {index % num_classes}
+        if multi_label:
+            labels |= {draw.randrange(num_classes) for _ in range(draw.randrange(3))}
+        text = " ".join(draw.choices(words, k=draw.randrange(50, 500)))
+        yield Document(text, tuple(map(str, sorted(labels))))
 
 
 def _find_files(task: str, source: str | None) -> dict[str, Path]:

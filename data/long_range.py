@@ -132,6 +132,8 @@ class PathfinderData(ClassificationData):
     `foreground`, (num_foreground,) int64: where input_ids.view(-1) is not 0, in order, with
     `cu_seqlens`, (batch + 1,) int32, and `max_seqlen`, an int: the non-zero pixels as packed
     sequences. That value 0 is padding is the Long Range Arena's own rule.
+    Loaders give pixels and their labels as uint8, an eighth of what goes through pipes and to the
+    device; `on_after_batch_transfer` makes int64 of them there.
 
     Args:
         size: of the images in pixels: 32, 64, 128 (Path-X) or 256.
@@ -139,6 +141,8 @@ class PathfinderData(ClassificationData):
         balanced: labels that the discs' positions do not tell.
         release: folder of the unpacked release, read instead of generating; needs Pillow.
         dense_target, foreground: add the entries above. The release has no dense target.
+        background_up_to: grey values up to this one become 0, the soft rims of strokes: fewer
+            non-zero pixels, of the same curves.
         augment: one of the eight flips and rotations for each training image, by seed and position.
         num_train, num_val, num_test: images to generate.
         data_seed: of the generated images.
@@ -160,6 +164,7 @@ class PathfinderData(ClassificationData):
         release: str | None = None,
         dense_target: bool = False,
         foreground: bool = False,
+        background_up_to: int = 0,
         augment: bool = False,
         batch_size: int,
         val_batch_size: int = 32,
@@ -188,6 +193,8 @@ class PathfinderData(ClassificationData):
                 "the release has neither a dense target nor a balanced set: generate the images, "
                 "or leave dense_target and balanced out"
             )
+        if not 0 <= background_up_to < 255:
+            raise ValueError(f"background_up_to must be from 0 to 254, got {background_up_to}")
         self.vocab_size = 256
         self.num_classes = 2
         self.spec = PathfinderSpec(size, level, balanced=balanced, seed=data_seed)
@@ -195,7 +202,7 @@ class PathfinderData(ClassificationData):
         self._folder = pathfinder_folder(root, self.spec, self._num_images)
         self._release = release
         self._prepare_workers = prepare_workers
-        self._options = (dense_target, foreground, seed if augment else None)
+        self._options = (dense_target, foreground, background_up_to, seed if augment else None)
 
     def prepare_data(self) -> None:
         """Make the set if it is missing. Called on one process of each machine."""
@@ -203,6 +210,10 @@ class PathfinderData(ClassificationData):
             prepare_pathfinder(
                 self.spec, self._folder, self._num_images, workers=self._prepare_workers
             )
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        as_ids = {k: v.long() for k, v in batch.items() if k in ("input_ids", "dense_labels")}
+        return {**batch, **as_ids}
 
     def comparison(self, split: str) -> str:
         """What the discs' positions alone tell of the labels of the same examples."""
@@ -230,8 +241,11 @@ class _ImageExamples:
 
     fingerprint: str
 
-    def __init__(self, dense: bool, foreground: bool, augment_seed: int | None) -> None:
+    def __init__(
+        self, dense: bool, foreground: bool, background_up_to: int, augment_seed: int | None
+    ) -> None:
         self._dense, self._foreground, self._augment_seed = dense, foreground, augment_seed
+        self._background_up_to = background_up_to
 
     def num_examples(self, split: str) -> int:
         raise NotImplementedError
@@ -242,22 +256,25 @@ class _ImageExamples:
 
     def batch(self, split: str, ids: np.ndarray, *, positions: np.ndarray | None = None) -> Batch:
         images, labels, target = self.read(split, ids)
+        if self._background_up_to:
+            images *= images > self._background_up_to
         layers = [images] if target is None else [images, target]
         if positions is not None and self._augment_seed is not None:
             words = mix(mix(positions.astype(np.uint64)) + np.uint64(self._augment_seed % 2**63))
             layers = [_turned(layer, (words >> np.uint64(61)).astype(np.int64)) for layer in layers]
-        flat = [torch.from_numpy(x.reshape(len(ids), -1).astype(np.int64)) for x in layers]
+        pixels = layers[0].reshape(len(ids), -1)
         batch: Batch = {
-            "input_ids": flat[0],
+            "input_ids": torch.from_numpy(pixels),
             "labels": torch.from_numpy(labels.astype(np.int64)),
-            "lengths": torch.full((len(ids),), flat[0].shape[1], dtype=torch.int64),
+            "lengths": torch.full((len(ids),), pixels.shape[1], dtype=torch.int64),
         }
         if target is not None:
-            batch["dense_labels"] = flat[1]
+            batch["dense_labels"] = torch.from_numpy(layers[1].reshape(len(ids), -1))
         if self._foreground:
-            counts = (flat[0] > 0).sum(dim=1)
-            batch["foreground"] = flat[0].view(-1).nonzero()[:, 0]
-            batch["cu_seqlens"] = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+            counts = np.count_nonzero(pixels, axis=1)
+            batch["foreground"] = torch.from_numpy(np.flatnonzero(pixels))
+            starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
+            batch["cu_seqlens"] = torch.from_numpy(starts)
             batch["max_seqlen"] = int(counts.max())
         return batch
 

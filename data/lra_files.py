@@ -12,6 +12,8 @@ cannot be compared with published ones.
     image       "hf" (CIFAR-10), a folder with cifar-10-batches-py;
                 stand-in: a folder with Fashion-MNIST's {train,t10k}-images-idx3-ubyte.gz
 
+Each also takes "random": a few random values and labels, to see that a run works.
+
 Text is bytes, cut to the task's length; images are grey values, row by row.
 """
 
@@ -20,11 +22,12 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from data import lra_readers, lra_stand_ins
-from data.listops import NUM_EXAMPLES, SYMBOLS, ListOpsSpec, make_listops
+from data.listops import NUM_EXAMPLES, SYMBOLS, ListOpsSpec, listops_examples
 from data.sequence_store import Example, Splits
 
 SHUFFLE_SEED = 0
@@ -71,12 +74,44 @@ def open_task(name: str, source: str | None = None, *, max_length: int) -> Token
         raise ValueError(f"task must be one of {[*makers]}, got {name!r}")
     if source is None:
         source = {"listops": "generated", "retrieval": ""}.get(name, "hf")
+    if source == "random":
+        return _random(name, max_length)
     if source not in ("generated", "hf") and (not source or not Path(source).exists()):
         raise FileNotFoundError(
             f"the source of {name} must be an existing file or folder, got {source!r}: see "
             "data/lra_files.py for what each task reads"
         )
     return makers[name](source, max_length)
+
+
+def _random(name: str, max_length: int) -> TokenTask:
+    vocab_size, first_id, num_classes, num_towers = {
+        "listops": (len(SYMBOLS), 0, 10, 1),
+        "text": (257, 1, 2, 1),
+        "retrieval": (257, 1, 2, 2),
+        "image": (256, 0, 10, 1),
+    }[name]
+    lengths = (max_length if name == "image" else max_length // 4, max_length)
+    options = {
+        "num_values": vocab_size - first_id,
+        "num_classes": num_classes,
+        "num_towers": num_towers,
+        "lengths": lengths,
+    }
+    splits = {
+        split: partial(lra_stand_ins.random_examples, split, **options)
+        for split in ("train", "val", "test")
+    }
+    return TokenTask(
+        name,
+        "random values and labels: nothing can be learned",
+        vocab_size,
+        first_id,
+        num_classes,
+        num_towers,
+        _named(name, {"source": "random", "max_length": max_length}),
+        splits,
+    )
 
 
 def _listops(source: str, max_length: int) -> TokenTask:
@@ -87,8 +122,7 @@ def _listops(source: str, max_length: int) -> TokenTask:
         spec = ListOpsSpec()
 
         def generate(split: str) -> Iterator[Example]:
-            for index in range(NUM_EXAMPLES[split]):
-                tokens, label = make_listops(spec, split, index)
+            for tokens, label in listops_examples(spec, split, NUM_EXAMPLES[split]):
                 yield (tokens,), label
 
         splits = {split: _bound(generate, split) for split in NUM_EXAMPLES}

@@ -16,6 +16,7 @@ from data.sequence_store import Example
 from data.text_files import Report, read_file
 
 _NUM_PAIRS = {"train": 20_000, "val": 2_000, "test": 2_000}
+_NUM_RANDOM = 64
 _FASHION = {"train": "train", "test": "t10k"}
 
 
@@ -79,6 +80,22 @@ def read_fashion_mnist(folder: str, split: str) -> Iterator[Example]:
     labels = _read_idx(Path(folder) / f"{stem}-labels-idx1-ubyte.gz", 1)
     for image, label in zip(images, labels.tolist(), strict=True):
         yield (image.reshape(-1),), label
+
+
+def random_examples(
+    split: str, *, num_values: int, num_classes: int, num_towers: int, lengths: tuple[int, int]
+) -> Iterator[Example]:
+    """Random values and labels of a task's form: to see that it runs, or how fast.
+
+    Args:
+        num_values: what a stored value is below.
+        lengths: shortest and longest sequence.
+    """
+    rng = np.random.default_rng([len(split), lengths[1]])
+    for _ in range(_NUM_RANDOM):
+        sizes = rng.integers(lengths[0], lengths[1] + 1, num_towers)
+        sequences = [rng.integers(0, num_values, size, dtype=np.uint8) for size in sizes]
+        yield tuple(sequences), int(rng.integers(num_classes))
 
 
 def _read_idx(path: Path, num_axes: int) -> np.ndarray:

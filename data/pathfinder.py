@@ -32,7 +32,6 @@ VERSION = 1  # raise when any recipe changes
 LEVELS = {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}
 SPLITS = ("train", "val", "test")
 COVERED = 38  # of 255: pixels that a paddle covers by 0.15 or more belong to it
-_DISTRACTOR_ID = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,17 +213,23 @@ def render_snake_ids(spec: PathfinderSpec, scenes: np.ndarray) -> np.ndarray:
     if the label is 1; 2: the other long snake; 3: a distractor. A pixel belongs to whoever covers
     it most, by 0.15 at least; of two that cover it alike, to the smaller number.
     """
-    layers = []
-    for snakes in (scenes["start_snake"], 1 - scenes["start_snake"]):
+    ids: np.ndarray | None = None
+    for number, snakes in ((1, scenes["start_snake"]), (2, 1 - scenes["start_snake"]), (3, None)):
         canvas = _Canvas(spec, scenes, np.uint8)
-        canvas.draw_long(1, only=snakes)
-        layers.append(canvas.values())
-    canvas = _Canvas(spec, scenes, np.uint8)
-    canvas.draw_short(1)
-    layers.append(canvas.values())
-    cover = np.stack(layers)
-    ids = cover.argmax(axis=0).astype(np.uint8) + np.uint8(1)
-    return np.where(cover.max(axis=0) >= COVERED, ids, np.uint8(0))
+        if snakes is None:
+            canvas.draw_short(1)
+        else:
+            canvas.draw_long(1, only=snakes)
+        cover = np.ascontiguousarray(canvas.values())
+        if ids is None:
+            ids, most = (cover >= COVERED).astype(np.uint8), np.maximum(cover, COVERED - 1)
+            continue
+        # Few pixels, so that looking each up is cheaper than comparing whole images.
+        drawn = np.flatnonzero(cover >= COVERED)
+        drawn = drawn[cover.reshape(-1)[drawn] > most.reshape(-1)[drawn]]
+        ids.reshape(-1)[drawn] = number
+        most.reshape(-1)[drawn] = cover.reshape(-1)[drawn]
+    return ids
 
 
 def dense_target(snake_ids: np.ndarray, labels: np.ndarray) -> np.ndarray:

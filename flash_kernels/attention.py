@@ -288,22 +288,27 @@ def check_inputs(q, k, v, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | No
             raise ValueError(f"q and k must have the same batch size, got {batch} and {k.shape[0]}")
         return batch
     check_qkv(q, k, v, 3, "(total, nheads, headdim)")
-    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != torch.int32:
-            raise ValueError(
-                f"{name} must be int32 of shape (batch + 1,) with batch >= 1, "
-                f"got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-            )
-        if cu_seqlens.device != q.device:
-            raise ValueError(f"{name} must be on {q.device} like q, got {cu_seqlens.device}")
-        if not cu_seqlens.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got stride {cu_seqlens.stride(0)}")
+    check_packed_layout("cu_seqlens_q", cu_seqlens_q, q.device)
+    check_packed_layout("cu_seqlens_k", cu_seqlens_k, q.device)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             "cu_seqlens_q and cu_seqlens_k must have the same length, "
             f"got {cu_seqlens_q.shape[0]} and {cu_seqlens_k.shape[0]}"
         )
     return cu_seqlens_q.shape[0] - 1
+
+
+def check_packed_layout(name: str, cu_seqlens: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless a list of starts can be one, whatever its values."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != torch.int32:
+        raise ValueError(
+            f"{name} must be int32 of shape (batch + 1,) with batch >= 1, "
+            f"got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.device != device:
+        raise ValueError(f"{name} must be on {device} like q, got {cu_seqlens.device}")
+    if not cu_seqlens.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got stride {cu_seqlens.stride(0)}")
 
 
 def check_slopes(slopes: Tensor, q: Tensor, batch: int) -> None:

@@ -167,6 +167,18 @@ def dense_options(
     )  # fmt: skip
 
 
+def packed_options(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    seed: Tensor | None, softmax_scale: float, window_right: int | None, dropout_p: float,
+    kernel: str | None,
+) -> tuple:  # fmt: skip
+    """The same in a packed call."""
+    return (
+        cu_seqlens_q, cu_seqlens_k, None, None, seed, *NO_BLOCKS, max_seqlen_q, max_seqlen_k,
+        softmax_scale, 0.0, None, window_right, dropout_p, kernel, False,
+    )  # fmt: skip
+
+
 def _decode(
     q, k_cache, v_cache, cache_lengths, k, v, alibi_slopes, softmax_scale, softcap, window_left,
     window_right, num_splits,

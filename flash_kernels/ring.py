@@ -6,7 +6,9 @@ log-sum-exps, and in the backward the kernels take the joint one, so that each p
 those of the whole: memory stays that of one process's share.
 
 With a causal mask the shares are zigzag: of 2 * size chunks process r holds chunks r and
-2 * size - 1 - r, so that every process has the same work in every step.
+2 * size - 1 - r, so that every process has the same work in every step. Packed sequences are split
+as one stream, wherever they begin and end: positions of a share rise, so that what it holds of a
+sequence is a run of its rows, and a step is one packed call whose sequences may be empty.
 """
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from . import operators
-from .attention import Seed, autocast, check_kernel, check_qkv, seed_tensor
+from .attention import Seed, autocast, check_kernel, check_packed_layout, check_qkv, seed_tensor
 
 
 def zigzag_positions(seqlen: int, rank: int, size: int) -> Tensor:
@@ -72,6 +74,66 @@ def ring_attention(
             "q and k must have the same batch and rows, with causal an even number of rows, "
             f"got {tuple(q.shape[:2])} and {tuple(k.shape[:2])}"
         )
+    return _attend(
+        q, k, v, None, group, causal, 0, softmax_scale, dropout_p, dropout_seed, deterministic,
+        kernel,
+    )  # fmt: skip
+
+
+def ring_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    group: dist.ProcessGroup | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Seed = None,
+    deterministic: bool = False,
+    kernel: str | None = None,
+) -> Tensor:
+    """flash_attention_varlen over packed sequences that the processes of `group` hold together.
+
+    Args:
+        q: (total / size, nheads, headdim): this process's share of the packed rows, causal or not
+            the positions of zigzag_positions(total, rank, size). Sequences may begin and end
+            anywhere, also within a share.
+        k, v: (total / size, nheads_k, headdim), the same share.
+        cu_seqlens: int32 (batch + 1,), contiguous, on q's device, the same on all processes: where
+            the sequences start in the whole, from 0 to total. Not read by the host.
+        max_seqlen: at least the longest sequence.
+        The rest as in ring_attention.
+
+    Returns:
+        (total / size, nheads, headdim), dtype of q.
+
+    Raises:
+        ValueError: as flash_attention_varlen; q, k and v must have the same even number of rows.
+    """
+    q, k, v = autocast(q, k, v)
+    check_qkv(q, k, v, 3, "(total, nheads, headdim)")
+    if q.shape[0] != k.shape[0] or q.shape[0] % 2:
+        raise ValueError(
+            f"q and k must have the same even number of rows, got {q.shape[0]} and {k.shape[0]}"
+        )
+    check_packed_layout("cu_seqlens", cu_seqlens, q.device)
+    total = q.shape[0] * dist.get_world_size(group)
+    torch.ops.flash_kernels.check_cu_seqlens(
+        cu_seqlens, cu_seqlens, total, total, max_seqlen, max_seqlen
+    )
+    return _attend(
+        q, k, v, cu_seqlens, group, causal, max_seqlen, softmax_scale, dropout_p, dropout_seed,
+        deterministic, kernel,
+    )  # fmt: skip
+
+
+def _attend(
+    q, k, v, cu_seqlens, group, causal, max_seqlen, softmax_scale, dropout_p, dropout_seed,
+    deterministic, kernel,
+) -> Tensor:  # fmt: skip
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
     kernel = check_kernel(kernel, deterministic)
@@ -79,7 +141,7 @@ def ring_attention(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     name = (group or dist.group.WORLD).group_name
     return torch.ops.flash_kernels.ring_forward(
-        q, k, v, seed, name, causal, scale, dropout_p, kernel
+        q, k, v, cu_seqlens, seed, name, causal, max_seqlen, scale, dropout_p, kernel
     )[0]
 
 
@@ -121,35 +183,60 @@ def pair_seed(seed: Tensor, source: int) -> Tensor:
     return seed + (step - 2**64 if step >= 2**63 else step)
 
 
-def _options(q: Tensor, k: Tensor, seed: Tensor | None, source: int, causal, scale, p, kernel):
-    """What the operators take after q, k and v."""
+def held_cu_seqlens(cu_seqlens: Tensor, source: int, size: int, rows: int, part: slice) -> Tensor:
+    """Where sequences start in a part of a process's share: int32, as cu_seqlens, never falling.
+
+    Args:
+        cu_seqlens: of the whole.
+        source, size: the process, of how many.
+        rows: of its share.
+        part: of these rows: all, or the first or second half, which are its two chunks.
+    """
+    half = rows // 2
+    chunks = (source, 2 * size - 1 - source)[part.start // half : part.stop // half]
+    return sum((cu_seqlens - chunk * half).clamp(0, half) for chunk in chunks).int()
+
+
+def _step(q, k, v, cu_seqlens, seed, rank, source, size, causal, max_seqlen, scale, p, kernel):
+    """Rows of q, of k, and what the operators take for the step with the keys of `source`."""
+    num_rows = q.shape[-3]
+    rows, cols, is_causal = parts(rank, source, num_rows, causal)
     seed = None if seed is None else pair_seed(seed, source)
-    return operators.dense_options(q, k, seed, scale, 0 if causal else None, p, kernel)
+    right = 0 if is_causal else None
+    if cu_seqlens is None:
+        options = operators.dense_options(q[:, rows], k[:, cols], seed, scale, right, p, kernel)
+        return rows, cols, options
+    cu_q = held_cu_seqlens(cu_seqlens, rank, size, num_rows, rows)
+    cu_k = held_cu_seqlens(cu_seqlens, source, size, num_rows, cols)
+    longest = (min(max_seqlen, part.stop - part.start) for part in (rows, cols))
+    options = operators.packed_options(cu_q, cu_k, *longest, seed, scale, right, p, kernel)
+    return rows, cols, options
 
 
 @torch.library.custom_op("flash_kernels::ring_forward", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, group: str, causal: bool,
-    softmax_scale: float, dropout_p: float, kernel: str | None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, seed: Tensor | None, group: str,
+    causal: bool, max_seqlen: int, softmax_scale: float, dropout_p: float, kernel: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out (batch, rows, nheads, headdim) and lse float32 (batch, nheads, rows)."""
+    """out (batch, rows, nheads, headdim) and lse float32 (batch, nheads, rows); of packed
+    sequences both without batch."""
     ring = _resolve_process_group(group)
     rank, size = dist.get_rank(ring), dist.get_world_size(ring)
     total, total_lse = None, None
     for step in range(size):
         source = (rank - step) % size
         coming = _Exchange([k, v], ring) if step + 1 < size else None
-        rows, cols, is_causal = parts(rank, source, q.shape[1], causal)
-        q_part, k_part, v_part = q[:, rows], k[:, cols], v[:, cols]
-        options = _options(
-            q_part, k_part, seed, source, is_causal, softmax_scale, dropout_p, kernel
-        )
+        rows, cols, options = _step(
+            q, k, v, cu_seqlens, seed, rank, source, size, causal, max_seqlen, softmax_scale,
+            dropout_p, kernel,
+        )  # fmt: skip
+        q_part, k_part, v_part = (t[..., r, :, :] for t, r in ((q, rows), (k, cols), (v, cols)))
         out, lse = operators.forward(q_part, k_part, v_part, *options)
         if total is None:
             total, total_lse = out.float(), lse
         else:
             # Views: the rows of this step. Every row has seen a key in the first one.
-            old, old_lse = total[:, rows], total_lse[:, :, rows]
+            old, old_lse = total[..., rows, :, :], total_lse[..., rows]
             joint = torch.logaddexp(old_lse, lse)
             old.mul_(_by_row(old_lse - joint)).add_(out * _by_row(lse - joint))
             old_lse.copy_(joint)
@@ -159,20 +246,21 @@ def _forward(
 
 
 def _by_row(difference: Tensor) -> Tensor:
-    """exp of (batch, nheads, rows), to multiply (batch, rows, nheads, headdim)."""
-    return difference.exp().transpose(1, 2)[..., None]
+    """exp of (..., nheads, rows), to multiply (..., rows, nheads, headdim)."""
+    return difference.exp().transpose(-1, -2)[..., None]
 
 
 @_forward.register_fake
-def _(q, k, v, seed, group, causal, softmax_scale, dropout_p, kernel):
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+def _(q, k, v, cu_seqlens, seed, group, causal, max_seqlen, softmax_scale, dropout_p, kernel):
+    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
     return q.new_empty(q.shape), lse
 
 
 @torch.library.custom_op("flash_kernels::ring_backward", mutates_args=())
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
-    group: str, causal: bool, softmax_scale: float, dropout_p: float, kernel: str | None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_seqlens: Tensor | None, seed: Tensor | None, group: str, causal: bool, max_seqlen: int,
+    softmax_scale: float, dropout_p: float, kernel: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv. The sums for dk and dv travel with their keys and come home at the end."""
     ring = _resolve_process_group(group)
@@ -182,22 +270,22 @@ def _backward(
     for step in range(size):
         source = (rank - step) % size
         coming = _Exchange([k, v], ring) if step + 1 < size else None
-        rows, cols, is_causal = parts(rank, source, q.shape[1], causal)
-        q_part, k_part, v_part = q[:, rows], k[:, cols], v[:, cols]
-        options = _options(
-            q_part, k_part, seed, source, is_causal, softmax_scale, dropout_p, kernel
-        )
-        gradients = operators.backward(
-            dout[:, rows], None, q_part, k_part, v_part, out[:, rows],
-            lse[:, :, rows].contiguous(), *options,
+        rows, cols, options = _step(
+            q, k, v, cu_seqlens, seed, rank, source, size, causal, max_seqlen, softmax_scale,
+            dropout_p, kernel,
         )  # fmt: skip
-        dq[:, rows] += gradients[0]
+        q_part, k_part, v_part = (t[..., r, :, :] for t, r in ((q, rows), (k, cols), (v, cols)))
+        gradients = operators.backward(
+            dout[..., rows, :, :], None, q_part, k_part, v_part, out[..., rows, :, :],
+            lse[..., rows].contiguous(), *options,
+        )  # fmt: skip
+        dq[..., rows, :, :] += gradients[0]
         if arriving is None:
             dkv = [torch.zeros(k.shape, dtype=torch.float32, device=k.device) for _ in range(2)]
         else:
             dkv = arriving.wait()
         for total, part in zip(dkv, gradients[1:], strict=True):
-            total[:, cols] += part
+            total[..., cols, :, :] += part
         if size > 1:
             arriving = _Exchange(dkv, ring)
         if coming is not None:
@@ -207,19 +295,18 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dout, q, k, v, out, lse, seed, group, causal, softmax_scale, dropout_p, kernel):
+def _(dout, q, k, v, *_):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx, inputs, output):
-    q, k, v, seed, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, seed)
+    q, k, v, cu_seqlens, seed, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, seed)
 
 
 def _differentiate(ctx, dout, dlse):
-    *tensors, seed = ctx.saved_tensors
-    gradients = torch.ops.flash_kernels.ring_backward(dout, *tensors, seed, *ctx.options)
-    return (*gradients, *(None,) * (1 + len(ctx.options)))
+    gradients = torch.ops.flash_kernels.ring_backward(dout, *ctx.saved_tensors, *ctx.options)
+    return (*gradients, *(None,) * (2 + len(ctx.options)))
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

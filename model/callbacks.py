@@ -236,6 +236,32 @@ class StopAtTarget(Callback):
             self.reached = None
 
 
+class StopAfter(Callback):
+    """Ends each start of a run after so many minutes, with a checkpoint; resume=auto goes on.
+
+    Counted from when the callback is made, before the data are prepared, and anew at every start
+    (Lightning's max_time counts all starts of a run together). What comes after training, the last
+    validation and the test, is not counted. For machines that are lent for so long.
+
+    Args:
+        minutes: None never ends a run.
+    """
+
+    _EVERY = 10  # steps between looks at the clock, on which processes must agree
+
+    def __init__(self, *, minutes: float | None = None):
+        if minutes is not None and minutes <= 0:
+            raise ValueError(f"minutes must be positive or null, got {minutes}")
+        self._ends_at = None if minutes is None else time.monotonic() + 60 * minutes
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx) -> None:
+        if self._ends_at is None or trainer.global_step % self._EVERY:
+            return
+        is_over = time.monotonic() >= self._ends_at
+        if trainer.strategy.reduce_boolean_decision(is_over, all=False):
+            trainer.should_stop = True
+
+
 class Display:
     """A progress bar on a terminal; elsewhere (a log file, CI) a line an update, at most one in
     ten seconds."""

@@ -2,7 +2,8 @@
 
 A file is written under a temporary name in its own folder, flushed to disk and renamed; only then
 does ``manifest.json`` list it with its SHA-256. A file that the manifest does not list, or whose
-hash differs, is never loaded. Everything opens with ``weights_only=True``.
+hash differs, is never loaded. Everything opens with ``weights_only=True``. Sharded checkpoints are
+folders that are treated alike (model/sharded.py).
 """
 
 import hashlib
@@ -23,6 +24,7 @@ from torch import Tensor
 from model.bert import BERT
 from model.gpt import GPT
 from model.hf import strip_prefixes
+from model.sharded import digest, finish, is_sharded, link, load_whole, remove
 
 MANIFEST = "manifest.json"
 POSITION_TABLE = "embeddings.positions.weight"  # of GPT and BERT, in their state dicts
@@ -88,6 +90,8 @@ def _write_manifest(folder: Path, manifest: dict[str, dict]) -> None:
 def is_intact(path: Path) -> bool:
     """Whether the manifest beside `path` lists it and its bytes have the listed hash."""
     entry = read_manifest(path.parent).get(path.name)
+    if entry is not None and path.is_dir():
+        return digest(path) == {key: entry[key] for key in ("bytes", "sha256")}
     if entry is None or not path.is_file() or path.stat().st_size != entry["bytes"]:
         return False
     with path.open("rb") as file:
@@ -134,7 +138,7 @@ def find_checkpoint(run: str | Path, which: str = "best", runs_root: str = "outp
         FileNotFoundError: there is no such run, or no intact checkpoint in it.
     """
     path = Path(run)
-    if path.is_file():
+    if path.is_file() or is_sharded(path):
         refuse_damaged(path)
         return path
     if not path.is_dir():
@@ -166,7 +170,10 @@ def read_checkpoint(path: Path) -> tuple[str, dict, dict[str, Tensor]]:
         its state dict. In the middle of a context warm-up: those of a model of the context that it
         was trained at.
     """
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    if is_sharded(path):
+        checkpoint = load_whole(path)
+    else:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     config = checkpoint.get("model_config")
     if config is None:
         raise ValueError(f"{path} must be a checkpoint of a run, it holds no model_config")
@@ -246,6 +253,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             )
 
     def load_checkpoint(self, path, map_location=None, weights_only: bool | None = True) -> dict:
+        if is_sharded(Path(path)):  # of another run's strategy
+            return load_whole(Path(path))
         return super().load_checkpoint(path, map_location or "cpu", weights_only=True)
 
 
@@ -336,7 +345,10 @@ class Checkpoints(Checkpoint):
         clocks = [c for c in trainer.callbacks if hasattr(c, "pause_clock")]
         for clock in clocks:
             clock.pause_clock(trainer.lightning_module)
-        trainer.save_checkpoint(path)
+        if getattr(trainer.strategy, "_save_distributed_checkpoint", False):
+            self._save_shards(trainer, path)
+        else:
+            trainer.save_checkpoint(path)
         self._saved_step = step
         if trainer.is_global_zero and path.name in read_manifest(self.folder):
             self._tidy(path, best)
@@ -345,14 +357,26 @@ class Checkpoints(Checkpoint):
         for clock in clocks:
             clock.resume_clock()
 
+    def _save_shards(self, trainer: Trainer, path: Path) -> None:
+        """All processes write into a folder of a temporary name; the first one then renames it."""
+        part = path.with_name(path.name + ".part")
+        if trainer.is_global_zero:
+            remove(part)
+        trainer.strategy.barrier()
+        trainer.save_checkpoint(part)
+        if trainer.is_global_zero:
+            entry = {"step": trainer.global_step, **finish(part, path)}
+            _sync_folder(self.folder)
+            _write_manifest(self.folder, read_manifest(self.folder) | {path.name: entry})
+        trainer.strategy.barrier()  # no one looks for it earlier
+
     def _tidy(self, path: Path, best: bool) -> None:
         manifest = read_manifest(self.folder)
         old = sorted(name for name in manifest if name.startswith("step-"))[: -self.keep_last]
         if best:
             old += [name for name in manifest if name.startswith("best-")]
             name = path.name.replace("step-", "best-")
-            (self.folder / name).unlink(missing_ok=True)
-            os.link(path, self.folder / name)  # the same bytes under a second name
+            link(path, self.folder / name)
             manifest[name] = manifest[path.name]
             old = [other for other in old if other != name]
         self._drop(manifest, old)
@@ -363,7 +387,7 @@ class Checkpoints(Checkpoint):
         if manifest or names:
             _write_manifest(self.folder, manifest)
         for name in names:
-            (self.folder / name).unlink(missing_ok=True)
+            remove(self.folder / name)
 
 
 def _validates_at(trainer: Trainer, step: int) -> bool:

@@ -83,9 +83,9 @@ class ClassificationTask(TrainingTask):
         self.micro_batch_size = micro_batch_size
         self.dense_weight = dense_weight
         self.plateau_steps = plateau_steps
-        # The number of packed pixels changes from step to step.
-        dynamic = None if model.foreground else False
-        self._model = [torch.compile(model, dynamic=dynamic) if compile else model]
+        # The number of packed pixels changes from step to step: said at once, as compiling for the
+        # first step's would take half a minute that the second one throws away.
+        self._model = [torch.compile(model, dynamic=model.foreground) if compile else model]
         self._plateau_sum: Tensor | float = 0.0
         self._plateau_count = 0
 

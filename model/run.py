@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from model.checkpoint import newest_intact, refuse_damaged
+from model.sharded import is_sharded
 
 RECORDED_PACKAGES = "flashtrain torch triton lightning numpy datasets tiktoken wandb".split()
 
@@ -57,7 +58,7 @@ def plan_run(
         if resume:
             raise ValueError("give resume=auto or ckpt_path=FILE, not both")
         path = Path(ckpt_path)
-        if not path.is_file():
+        if not path.is_file() and not is_sharded(path):
             raise FileNotFoundError(f"ckpt_path must be a checkpoint file, there is none at {path}")
         if path.resolve().parent.name != "checkpoints":
             raise ValueError(

@@ -291,6 +291,8 @@ class TrainingTask(LightningModule):
         if not isinstance(self.model, FSDPModule):
             for state in checkpoint.get("optimizer_states", ()):
                 self._number_like_the_model(state)
+        else:  # whose shards name parameters, see model/sharded.py
+            checkpoint["parameter_names"] = [name for name, _ in self.named_parameters()]
 
     def _number_like_the_model(self, state: dict) -> None:
         """Number the parameters of an optimizer's state dict in the model's order, not in that of

@@ -230,14 +230,29 @@ def test_fine_tune_starts_from_a_folder_with_a_longer_table(tmp_path, text):
         train.build(small(tmp_path, text, *options, "model.depth=2"))
 
 
-@pytest.mark.parametrize("experiment", ["gpt2_4k", "bert_large_512"])
-def test_debug_is_small_and_local(experiment, tmp_path, text):
-    options = [f"experiment={experiment}", "debug=fast", "trainer=cpu", f"data.source={text}"]
-    places = [f"data.root={tmp_path}/data", f"runs_root={tmp_path}/runs"]
-    cfg, run, data, task, trainer = train.build(composed(*options, *places))
-    assert composed(*options[:2]).data.source == "embedded"
-    assert task.model.num_params() < 5_000_000 and data.batch_tokens == 1024
-    assert trainer.max_steps == 5 and not task._is_compiled
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_debug_makes_every_experiment_small_and_local(experiment):
+    cfg = composed(f"experiment={experiment}", "debug=fast")
+    train.check_options(cfg)
+    assert cfg.data.get("source", "embedded") in ("embedded", "random") and cfg.init_from is None
+    assert cfg.data.num_workers == 0 and not cfg.task.compile
+    assert cfg.data.get("batch_tokens", 1024) == 1024 and cfg.data.get("batch_size", 4) <= 4
+
+
+@pytest.mark.parametrize(
+    "experiment, recipe",
+    [(name, None) for name in ("gpt2_4k_warmup", "bert_large_512", "lra_retrieval", "lra_image")]
+    + [("longdoc_mimic", None), ("path256", "fast")],
+)
+def test_debug_builds(experiment, recipe, tmp_path, text):
+    options = [f"experiment={experiment}", "debug=fast"] + [f"recipe={recipe}"] * bool(recipe)
+    places = [f"data.root={tmp_path}/data", f"runs_root={tmp_path}/runs", "trainer=cpu"]
+    cfg = composed(*options, *places)
+    if cfg.data.get("source") == "embedded":
+        cfg.data.source = str(text)  # quicker to prepare
+    cfg, run, data, task, trainer = train.build(cfg)
+    assert task.model.num_params() < 5_000_000 and trainer.max_steps == task.max_steps == 5
+    assert len(list(data.val_dataloader())) <= 16
 
 
 def choices(group):
@@ -258,7 +273,11 @@ def test_every_choice_of_a_group_composes_and_fits_its_signature(override):
 
 def test_a_callback_can_be_switched_off(tmp_path, text):
     trainer = train.build(small(tmp_path, text, "callbacks.checkpoints=null"))[-1]
-    assert [type(c).__name__ for c in trainer.callbacks] == ["Metrics"]
+    assert [type(c).__name__ for c in trainer.callbacks] == [
+        "Metrics",
+        "StopAfter",
+        "StopOnSigterm",
+    ]
 
 
 def readme_commands():

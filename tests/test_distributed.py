@@ -67,6 +67,22 @@ def test_a_run_goes_on_with_other_processes(workplace, one_process):
     assert found[3][-1] == pytest.approx(one_process[3][-1], rel=1e-5)
 
 
+@pytest.mark.long
+def test_shards_are_continued_by_other_processes(workplace, one_process):
+    """Written by two, continued and written by four, read by one."""
+    name = "run_name=shards"
+    sharded = "trainer.strategy.save_distributed_checkpoint=true"
+    for number, steps in ((2, 2), (4, 4)):
+        options = [*on_cpu("fsdp", number), f"trainer.max_steps={steps}", "resume=auto", sharded]
+        workplace.run(name, *EXACT, *options, launcher=launcher(number))
+    folder = workplace.folder / "outputs/runs/shards/checkpoints"
+    assert (folder / "step-00000004.ckpt/.metadata").exists() and not [*folder.glob("*.part")]
+    workplace.run(name, *EXACT, "trainer.max_steps=6", "resume=auto")
+    found = shown(workplace, "shards")
+    assert_like(found[:3], one_process[:3])
+    assert found[3][-1] == pytest.approx(one_process[3][-1], rel=1e-5)
+
+
 def children(pid: int) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
@@ -100,3 +116,19 @@ def test_a_killed_process_is_said_and_the_run_restarts(workplace, monkeypatch):
     assert "exitcode: -9" in error and time.monotonic() - killed < 90
     numbers = [int(row["step"]) for row in workplace.rows("killed") if row["train/loss"]]
     assert numbers == list(range(1, steps + 1))
+
+
+@pytest.mark.long
+def test_sigterm_to_one_process_ends_all_with_a_checkpoint(workplace):
+    options = ["trainer.max_steps=4000", "trainer.val_check_interval=4000", "task.max_steps=4000"]
+    options += ["callbacks.checkpoints.every_n_steps=10", *on_cpu("ddp", 2)]
+    process = workplace.start("run_name=termed", *options, launcher=launcher(2))
+    checkpoints = workplace.folder / "outputs/runs/termed/checkpoints"
+    deadline = time.monotonic() + 120
+    while not (checkpoints / "step-00000020.ckpt").exists():
+        assert time.monotonic() < deadline and process.poll() is None, "no checkpoint came"
+        time.sleep(0.02)
+    os.kill(children(process.pid)[-1], signal.SIGTERM)
+    out, error = process.communicate(timeout=60)
+    step = int(out.split("SIGTERM: stopped after step ")[1].split(";")[0])
+    assert step % 10 == 0 and (checkpoints / f"step-{step:08d}.ckpt").exists()

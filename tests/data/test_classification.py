@@ -62,6 +62,11 @@ def take(loader, count):
     return [next(iterator) for _ in range(count)]
 
 
+def on_device(data, batch):
+    """A batch as the task gets it."""
+    return data.on_after_batch_transfer(batch, 0)
+
+
 def equal(a, b):
     return a.keys() == b.keys() and all(
         torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a
@@ -74,6 +79,8 @@ def test_pathfinder_batches_are_the_samples_of_the_order(pathfinder):
     images = render(data.spec, scenes)
     ids = sample_ids(0, 40, seed=1111, num_samples=30)
     for step, batch in enumerate(take(data.train_dataloader(), 5)):
+        assert batch["input_ids"].dtype == torch.uint8, "little to send"
+        batch = on_device(data, batch)
         expected = ids[8 * step : 8 * step + 8]
         assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
         assert (batch["input_ids"].numpy() == images[expected].reshape(8, 1024)).all()
@@ -96,6 +103,7 @@ def test_dense_labels_and_foreground_follow_the_images(pathfinder):
     snakes = render_snake_ids(data.spec, scenes).reshape(8, -1)
     (batch,) = take(data.train_dataloader(), 1)
     dense = batch["dense_labels"].numpy()
+    assert on_device(data, batch)["dense_labels"].dtype == torch.int64
     joined = (snakes == 1) & (scenes["label"][:, None] == 1)
     assert (dense == np.isin(snakes, (1, 2)).astype(int) + joined).all()
     flat = batch["input_ids"].view(-1)
@@ -104,6 +112,16 @@ def test_dense_labels_and_foreground_follow_the_images(pathfinder):
     assert batch["cu_seqlens"].dtype == torch.int32 and len(starts) == 9 and starts[0] == 0
     counts = (batch["input_ids"] > 0).sum(1).tolist()
     assert np.diff(starts).tolist() == counts and batch["max_seqlen"] == max(counts)
+
+
+def test_dim_pixels_become_background(pathfinder):
+    whole = take(pathfinder(dense_target=True).train_dataloader(), 1)[0]
+    bright = take(pathfinder(background_up_to=96, foreground=True).train_dataloader(), 1)[0]
+    expected = whole["input_ids"] * (whole["input_ids"] > 96)
+    assert torch.equal(bright["input_ids"], expected) and (expected != whole["input_ids"]).any()
+    assert bright["foreground"].tolist() == expected.view(-1).nonzero()[:, 0].tolist()
+    with pytest.raises(ValueError, match="background_up_to must be from 0 to 254, got 255"):
+        PathfinderData(size=32, batch_size=1, background_up_to=255)
 
 
 def test_augmentation_turns_images_and_targets_alike_and_by_position(pathfinder):

@@ -6,7 +6,16 @@ import statistics
 import numpy as np
 import pytest
 
-from data.listops import OPERATORS, SYMBOLS, ListOpsSpec, decode, encode, evaluate, make_listops
+from data.listops import (
+    OPERATORS,
+    SYMBOLS,
+    ListOpsSpec,
+    decode,
+    encode,
+    evaluate,
+    listops_examples,
+    make_listops,
+)
 
 FROZEN_SAMPLE = ("[SM 8 [SM 8 1 2 ] ]", 9)
 SMALL = ListOpsSpec(min_length=10, max_length=60)
@@ -120,3 +129,13 @@ def test_refusals():
     with pytest.raises(ValueError, match="room between"):
         ListOpsSpec(min_length=9, max_length=10)
     assert len(SYMBOLS) == 16, "15 symbols and padding"
+
+
+def test_samples_are_the_same_for_any_number_of_workers(monkeypatch):
+    monkeypatch.setattr("data.listops._PART_SAMPLES", 2)
+    spec = ListOpsSpec(min_length=3, max_length=40)
+    here, there = (list(listops_examples(spec, "val", 5, workers=n)) for n in (0, 2))
+    assert [(a.tolist(), label) for a, label in here] == [(b.tolist(), n) for b, n in there]
+    assert [(a.tolist(), n) for a, n in here] == [
+        (a.tolist(), n) for a, n in (make_listops(spec, "val", i) for i in range(5))
+    ]

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_kernels.ring import pair_seed, ring_attention, zigzag_positions
+from flash_kernels.ring import (
+    held_cu_seqlens,
+    pair_seed,
+    ring_attention,
+    ring_attention_varlen,
+    zigzag_positions,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +43,9 @@ def test_a_share_is_its_part_of_the_whole(size, tmp_path):
         cases += [
             dict(causal=False, nheads_k=4, dropout_p=0.0),
             dict(causal=True, nheads_k=4, dropout_p=0.3),
+            # Sequences end within chunks, span several, fill none.
+            dict(causal=True, nheads_k=2, dropout_p=0.3, lengths=[3, 0, 9, 4]),
+            dict(causal=False, nheads_k=4, dropout_p=0.0, lengths=[3, 0, 9, 4]),
         ]
     run_ring(size, tmp_path, cases)
 
@@ -56,6 +65,16 @@ def test_the_batches_must_agree():
         ring_attention(q, q[:1], q[:1])
 
 
+def test_shares_hold_runs_of_every_sequence():
+    cu_seqlens = torch.tensor([0, 5, 5, 24, 32], dtype=torch.int32)
+    sequence = torch.arange(4).repeat_interleave(cu_seqlens.diff())
+    for rank in range(4):
+        positions = zigzag_positions(32, rank, 4)
+        for part in (slice(0, 8), slice(0, 4), slice(4, 8)):
+            held = torch.bincount(sequence[positions[part]], minlength=4)
+            assert held_cu_seqlens(cu_seqlens, rank, 4, 8, part).diff().tolist() == held.tolist()
+
+
 def test_no_pair_of_processes_shares_a_dropout_seed():
     seeds = [int(pair_seed(torch.tensor([11 + r]), s)) for r in range(8) for s in range(8)]
     assert len(set(seeds)) == 64
@@ -64,3 +83,11 @@ def test_no_pair_of_processes_shares_a_dropout_seed():
 def test_zigzag_needs_two_chunks_a_process():
     with pytest.raises(ValueError, match="on a ring of 3 must have a multiple of 6 tokens, got 40"):
         zigzag_positions(40, 0, 3)
+
+
+def test_packed_shares_are_checked():
+    q = torch.zeros(7, 2, 16)
+    with pytest.raises(ValueError, match="the same even number of rows, got 7 and 7"):
+        ring_attention_varlen(q, q, q, cu_seqlens=torch.tensor([0, 7]), max_seqlen=7)
+    with pytest.raises(ValueError, match="cu_seqlens must be int32 of shape .*got torch.int64"):
+        ring_attention_varlen(q[:6], q[:6], q[:6], cu_seqlens=torch.tensor([0, 6]), max_seqlen=6)

@@ -1,6 +1,8 @@
+from types import SimpleNamespace
+
 import pytest
 
-from model.callbacks import Metrics, peak_flops
+from model.callbacks import Metrics, StopAfter, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -25,3 +27,23 @@ def test_unknown_device_has_no_peak_rather_than_a_wrong_one():
 def test_interval_is_checked():
     with pytest.raises(ValueError, match="every_n_steps must be at least 1, got 0"):
         Metrics(every_n_steps=0)
+
+
+def test_a_start_of_a_run_ends_after_its_minutes(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("model.callbacks.time.monotonic", lambda: now[0])
+    decided = SimpleNamespace(reduce_boolean_decision=lambda mine, all: mine)
+    trainer = SimpleNamespace(global_step=10, should_stop=False, strategy=decided)
+    stop, never = StopAfter(minutes=2), StopAfter()
+    for callback, seconds, step, ends in (
+        (never, 999, 10, False),
+        (stop, 119, 10, False),
+        (stop, 121, 11, False),  # processes look at the clock, and agree, at every tenth step
+        (stop, 121, 20, True),
+    ):
+        now[0], trainer.global_step = 100.0 + seconds, step
+        callback.on_train_batch_end(trainer, None, None, None, 0)
+        assert trainer.should_stop == ends
+    assert not stop.state_dict(), "a resumed run has its minutes anew"
+    with pytest.raises(ValueError, match="minutes must be positive or null, got 0"):
+        StopAfter(minutes=0)

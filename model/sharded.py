@@ -1,0 +1,88 @@
+"""Sharded checkpoints: folders that every process of FSDP2 writes its part of, and read as one.
+
+trainer=fsdp with trainer.strategy.save_distributed_checkpoint=true writes them (torch.distributed.
+checkpoint), so that no process ever holds the whole model. FSDP2 on any number of processes takes
+its new shards from them; whoever wants whole tensors (one process, DDP, generation, evaluation)
+gets a checkpoint as from a single file.
+"""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+META = "meta.pt"  # what is no weight and no optimizer state, by Lightning's strategy
+
+
+def is_sharded(path: Path) -> bool:
+    return path.is_dir() and (path / META).is_file()
+
+
+def digest(folder: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a folder's files, as a manifest keeps them."""
+    sha256, num_bytes = hashlib.sha256(), 0
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            of_file = hashlib.file_digest(file, "sha256").hexdigest()
+        sha256.update(f"{path.name} {of_file}\n".encode())
+        num_bytes += path.stat().st_size
+    return {"bytes": num_bytes, "sha256": sha256.hexdigest()}
+
+
+def finish(part: Path, path: Path) -> dict[str, Any]:
+    """Flush a written folder to disk, give it its name; returns its digest."""
+    for file in part.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    entry = digest(part)
+    remove(path)
+    os.replace(part, path)
+    return entry
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint of either kind, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def link(path: Path, name: Path) -> None:
+    """The same bytes under a second name, for either kind."""
+    remove(name)
+    if path.is_dir():
+        shutil.copytree(path, name, copy_function=os.link)
+    else:
+        os.link(path, name)
+
+
+def load_whole(folder: Path) -> dict[str, Any]:
+    """What a single file of the same checkpoint holds, on the CPU."""
+    checkpoint = torch.load(folder / META, map_location="cpu", weights_only=True)
+    state: dict[str, Any] = {}
+    _load_state_dict(
+        state,
+        storage_reader=FileSystemReader(folder),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    checkpoint["state_dict"] = state.pop("state_dict")
+    number = {name: i for i, name in enumerate(checkpoint["parameter_names"])}
+    checkpoint["optimizer_states"] = []
+    for index in range(len(state)):
+        optimizer = state[f"optimizer_{index}"]
+        for group in optimizer["param_groups"]:
+            group["params"] = [number[name] for name in group["params"]]
+        optimizer["state"] = {number[name]: e for name, e in optimizer["state"].items()}
+        checkpoint["optimizer_states"].append(optimizer)
+    return checkpoint

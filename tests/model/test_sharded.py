@@ -1,0 +1,60 @@
+"""Sharded checkpoints: read as a single file, whole or refused, under two names. Written and
+continued by several processes: tests/test_distributed.py."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from model.checkpoint import MANIFEST, AtomicCheckpointIO, is_intact, newest_intact, refuse_damaged
+from model.sharded import META, digest, finish, is_sharded, link, remove
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """(path of a folder that the manifest lists, what was saved)."""
+    torch.manual_seed(0)
+    weights = {"model.a": torch.randn(3, 2), "model.b": torch.randn(3)}
+    moments = {name: {"step": torch.tensor(4.0), "exp_avg": w / 2} for name, w in weights.items()}
+    groups = [{"params": ["model.b"], "lr": 0.1}, {"params": ["model.a"], "lr": 0.2}]
+    optimizer = {"state": moments, "param_groups": groups}
+    part, path = tmp_path / "step-00000004.ckpt.part", tmp_path / "step-00000004.ckpt"
+    dcp.save({"state_dict": weights, "optimizer_0": optimizer}, checkpoint_id=part, no_dist=True)
+    torch.save({"global_step": 4, "parameter_names": [*weights]}, part / META)
+    entry = {"step": 4, **finish(part, path)}
+    (tmp_path / MANIFEST).write_text(json.dumps({path.name: entry}))
+    return path, weights
+
+
+def test_one_process_reads_it_as_a_file(checkpoint):
+    path, weights = checkpoint
+    found = AtomicCheckpointIO().load_checkpoint(path)
+    assert found["global_step"] == 4
+    for name, value in weights.items():
+        assert torch.equal(found["state_dict"][name], value)
+    (optimizer,) = found["optimizer_states"]
+    assert [group["params"] for group in optimizer["param_groups"]] == [[1], [0]]
+    assert [group["lr"] for group in optimizer["param_groups"]] == [0.1, 0.2]
+    assert torch.equal(optimizer["state"][0]["exp_avg"], weights["model.a"] / 2)
+    assert float(optimizer["state"][1]["step"]) == 4.0
+
+
+def test_it_is_whole_or_refused(checkpoint):
+    path, _ = checkpoint
+    assert is_sharded(path) and is_intact(path) and newest_intact(path.parent) == path
+    shard = next(path.glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    assert not is_intact(path)
+    with pytest.raises(ValueError, match="step-00000004.ckpt is damaged"):
+        refuse_damaged(path)
+
+
+def test_a_second_name_outlives_the_first(checkpoint):
+    path, _ = checkpoint
+    entry, best = digest(path), path.with_name("best-00000004.ckpt")
+    for _ in range(2):
+        link(path, best)
+    remove(path)
+    remove(path)
+    assert not path.exists() and digest(best) == entry
