@@ -29,12 +29,13 @@ from data.masked_lm import MaskedLMData
 from model.attention import auto_attention
 from model.block_sparse import BlockSparseAttention
 from model.callbacks import StopAtTarget
-from model.checkpoint import AtomicCheckpointIO, Checkpoints, newest_best
+from model.checkpoint import AtomicCheckpointIO, newest_best
 from model.classification_task import accuracy_interval
 from model.generation import generate
 from model.language_task import CausalLMTask
 from model.loggers import PatientWandbLogger
 from model.run import plan_run, record_run
+from model.saving import Checkpoints
 from model.task import say, step_seed
 
 WANTS_TRACEBACK = bool(os.environ.get("HYDRA_FULL_ERROR"))

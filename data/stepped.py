@@ -4,6 +4,7 @@ position that a checkpoint keeps. A module says what a batch of given sample ids
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -141,9 +142,20 @@ class SteppedData(lightning.LightningDataModule):
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=on_cuda,
+            worker_init_fn=_outlive_a_signal,
             # Without its own generator a loader draws a seed from torch's global one.
             generator=torch.Generator().manual_seed(self._seed),
         )
+
+
+def _outlive_a_signal(worker: int) -> None:
+    """What stops a run is often sent to all its processes, and it still has a step to finish.
+
+    A second signal ends the worker, as DataLoader's own clean-up may want.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: signal.signal(number, signal.SIG_DFL))
 
 
 class TrainSteps(IterableDataset):

@@ -21,6 +21,7 @@ LIGHTNING_HOMES = {
     "model/checkpoint.py",
     "model/classification_task.py",
     "model/loggers.py",
+    "model/saving.py",
 }
 
 
