@@ -13,6 +13,7 @@ import types
 import typing
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 
 import hydra
 import torch
@@ -32,6 +33,7 @@ from model.callbacks import StopAtTarget
 from model.checkpoint import AtomicCheckpointIO, newest_best
 from model.classification_task import accuracy_interval
 from model.generation import generate
+from model.guard import RollBack, TrainingError, explained
 from model.language_task import CausalLMTask
 from model.loggers import PatientWandbLogger
 from model.run import plan_run, record_run
@@ -63,7 +65,7 @@ def main(cfg: DictConfig) -> float:
             logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
     say(f"run folder: {run.folder}")
     try:
-        trainer.fit(task, data, ckpt_path=run.ckpt_path, weights_only=True)
+        fit(run.ckpt_path, data, task, trainer)
         targets = [c for c in trainer.callbacks if isinstance(c, StopAtTarget) and c.reached]
         for target in targets:
             step, value = target.reached
@@ -71,11 +73,21 @@ def main(cfg: DictConfig) -> float:
         if trainer.global_step < trainer.max_steps and not targets:
             say(f"stopped at step {trainer.global_step}; resume=auto goes on from there")
         loss = report(cfg, run, data, task, trainer)
-    except BaseException:
+    except BaseException as error:
         finalize(trainer, "failed")
-        raise
+        with one_line_errors((TrainingError,)):
+            raise explained(error, trainer, task) or error from error
     finalize(trainer, "success")
     return loss
+
+
+def fit(ckpt_path: Path | None, data, task, trainer: Trainer) -> None:
+    """Train, and again from an older checkpoint as often as the guard asks for it."""
+    while True:
+        try:
+            return trainer.fit(task, data, ckpt_path=ckpt_path, weights_only=True)
+        except RollBack as back:
+            ckpt_path, data.first_position = back.checkpoint, back.position
 
 
 def finalize(trainer: Trainer, status: str) -> None:

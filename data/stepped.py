@@ -39,6 +39,8 @@ class SteppedData(lightning.LightningDataModule):
     fingerprint: str
     #: Neighbouring ranks that get the same samples, to take a share of each (context parallelism).
     processes_per_sample: int = 1
+    #: Where a resumed run goes on at the earliest: a roll-back leaves out the samples before it.
+    first_position: int = 0
 
     def __init__(self, *, seed: int, num_workers: int) -> None:
         super().__init__()
@@ -123,7 +125,7 @@ class SteppedData(lightning.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the saved position; `train_dataloader` checks that the data are the same."""
-        self._start_position = int(state_dict["position"])
+        self._start_position = max(int(state_dict["position"]), self.first_position)
         self._start_step = int(state_dict["global_step"])
         self._resumed_fingerprint = state_dict["fingerprint"]
 

@@ -20,6 +20,7 @@ LIGHTNING_HOMES = {
     "model/callbacks.py",
     "model/checkpoint.py",
     "model/classification_task.py",
+    "model/guard.py",
     "model/loggers.py",
     "model/saving.py",
 }
