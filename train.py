@@ -8,6 +8,7 @@ python train.py --help               groups, options and how to override them
 import inspect
 import logging
 import os
+import signal
 import sys
 import types
 import typing
@@ -37,7 +38,7 @@ from model.guard import RollBack, TrainingError, explained
 from model.language_task import CausalLMTask
 from model.loggers import PatientWandbLogger
 from model.run import plan_run, record_run
-from model.saving import Checkpoints
+from model.saving import EXIT_CODES, Checkpoints
 from model.task import say, step_seed
 
 WANTS_TRACEBACK = bool(os.environ.get("HYDRA_FULL_ERROR"))
@@ -70,11 +71,14 @@ def main(cfg: DictConfig) -> float:
         for target in targets:
             step, value = target.reached
             say(f"target reached: {target.metric} {value:.2%} at step {step}")
-        if trainer.global_step < trainer.max_steps and not targets:
-            say(f"stopped at step {trainer.global_step}; resume=auto goes on from there")
         loss = report(cfg, run, data, task, trainer)
     except BaseException as error:
+        is_told = isinstance(error, SystemExit) and error.code in EXIT_CODES.values()
+        if is_told:  # all processes are: a launcher ends those that are left when the first ends
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         finalize(trainer, "failed")
+        if is_told:
+            trainer.strategy.barrier()
         with one_line_errors((TrainingError,)):
             raise explained(error, trainer, task) or error from error
     finalize(trainer, "success")

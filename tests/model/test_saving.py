@@ -16,6 +16,7 @@ from model.gpt import GPT
 from model.language_task import CausalLMTask
 from model.optim import adamw
 from model.saving import Checkpoints
+from tests.disturbances import SignalAt
 
 STEPS = 6
 
@@ -41,26 +42,6 @@ class Validations(Callback):
 
     def on_validation_end(self, trainer, task):
         self.steps.append(trainer.global_step)
-
-
-class SignalAt(Callback):
-    """Sends signals to this process at the start of a training or a validation batch."""
-
-    def __init__(self, step, *numbers, in_validation=False):
-        self.step, self.numbers, self.in_validation = step, numbers, in_validation
-
-    def send(self, trainer):
-        if trainer.global_step == self.step:
-            for number in self.numbers:
-                os.kill(os.getpid(), number)
-
-    def on_train_batch_start(self, trainer, *args):
-        if not self.in_validation:
-            self.send(trainer)
-
-    def on_validation_batch_start(self, trainer, *args):
-        if self.in_validation:
-            self.send(trainer)
 
 
 def fit(folder, *callbacks, resume=False, **options):
@@ -106,7 +87,9 @@ def test_a_signal_ends_the_run_at_a_boundary_and_costs_nothing(
     before = {number: signal.getsignal(number) for number in saving.EXIT_CODES}
     validations = Validations()
     with pytest.raises(SystemExit) as stopped:
-        fit(tmp_path, SignalAt(step, *numbers, in_validation=in_validation), validations)
+        fit(
+            tmp_path, SignalAt(step=step, numbers=numbers, in_validation=in_validation), validations
+        )
     assert stopped.value.code == code
     assert {number: signal.getsignal(number) for number in before} == before
     assert newest_intact(tmp_path).name == f"step-{step + (not in_validation):08d}.ckpt"
@@ -124,7 +107,11 @@ def test_a_signal_in_a_validation_saves_before_its_end(tmp_path, undisturbed):
             raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError, match="killed"):
-        fit(tmp_path, SignalAt(3, signal.SIGTERM, in_validation=True), KilledAtTheEnd())
+        fit(
+            tmp_path,
+            SignalAt(step=3, numbers=[signal.SIGTERM], in_validation=True),
+            KilledAtTheEnd(),
+        )
     task = fit(tmp_path, resume=True)
     for name, value in undisturbed[0].items():
         assert torch.equal(task.model.state_dict()[name], value), name
@@ -133,7 +120,7 @@ def test_a_signal_in_a_validation_saves_before_its_end(tmp_path, undisturbed):
 def test_a_second_interrupt_later_stops_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "_ECHO_S", -1.0)
     with pytest.raises(SystemExit) as stopped:
-        fit(tmp_path, SignalAt(2, signal.SIGINT, signal.SIGINT))
+        fit(tmp_path, SignalAt(step=2, numbers=[signal.SIGINT] * 2))
     assert stopped.value.code == 1 and newest_intact(tmp_path) is None
 
 
