@@ -265,7 +265,9 @@ def read_checkpoint(path: Path) -> tuple[str, dict, dict[str, Tensor]]:
         "num_segments": "BERT",
         "inverse_layer_scale": "GPT",
     }
-    kind = next(kind for option, kind in kinds.items() if option in config)
+    kind = next((kind for option, kind in kinds.items() if option in config), None)
+    if kind is None:
+        raise ValueError(f"{path} must hold a model of ours; its options are {', '.join(config)}")
     state = strip_prefixes(checkpoint["state_dict"])
     if (context := checkpoint.get("context")) is not None:
         config = {**config, "max_seqlen": context}
