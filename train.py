@@ -364,6 +364,9 @@ def quiet() -> None:
     """Keep Lightning's notes about what this program decides itself out of the output."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    logging.basicConfig(format="%(message)s")
+    if rank_zero_only.rank == 0:  # what preparing data needs of the disk, what packing wastes
+        logging.getLogger("data").setLevel(logging.INFO)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*LeafSpec.*")
     warnings.filterwarnings("ignore", ".*overridden `on_.*_batch_transfer`.*")
