@@ -11,13 +11,14 @@ from __future__ import annotations
 import bisect
 import logging
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from data.causal_lm import CausalLMData
+from data.prepare import SPLIT_SEED
 from data.stepped import IGNORED_LABEL, Batch, MakeStep
 from data.token_store import TokenSplit, TokenStore
 
@@ -96,6 +97,7 @@ class PackedDocumentsData(CausalLMData):
 
     Args:
         max_documents: most documents, or pieces of them, in a row.
+        val_tokens_limit: use only the held-out rows of about so many tokens; None uses all.
         others: see CausalLMData.
     Raises:
         ValueError: as CausalLMData.
@@ -104,13 +106,18 @@ class PackedDocumentsData(CausalLMData):
     def __init__(
         self,
         *,
+        source: str = "embedded",
         seqlen: int,
         batch_tokens: int,
-        source: str = "embedded",
         max_documents: int = 64,
         val_batch_tokens: int = 16384,
+        val_tokens_limit: int | None = None,
         val_fraction: float | None = None,
+        split_seed: int = SPLIT_SEED,
         text_field: str = "text",
+        source_config: str | None = None,
+        source_split: str = "train",
+        source_revision: str | None = None,
         root: str = "outputs/data",
         seed: int = 1111,
         num_workers: int = 0,
@@ -121,8 +128,13 @@ class PackedDocumentsData(CausalLMData):
             seqlen=seqlen,
             batch_tokens=batch_tokens,
             val_batch_tokens=val_batch_tokens,
+            val_tokens_limit=val_tokens_limit,
             val_fraction=val_fraction,
+            split_seed=split_seed,
             text_field=text_field,
+            source_config=source_config,
+            source_split=source_split,
+            source_revision=source_revision,
             root=root,
             seed=seed,
             num_workers=num_workers,
@@ -146,10 +158,12 @@ class PackedDocumentsData(CausalLMData):
         """Open the store, pack its documents, and say what that wastes."""
         if self.processes_per_sample > 1:
             raise ValueError("context_parallel splits rows of one sequence: use data=text")
+        is_packed = bool(self._rows)
         super().setup(stage)
         if not self.num_samples:
             raise ValueError("the training split must hold a document of at least 2 tokens")
-        logger.info("%s", self.report())
+        if not is_packed:
+            logger.info("%s", self.report())
 
     def _check_samples(self) -> None:
         for name in ("train", "val"):
@@ -169,19 +183,20 @@ class PackedDocumentsData(CausalLMData):
             f"{int(np.diff(rows.first).max())} in a row"
         )
 
-    def _make(self, name: str) -> Any:
-        split = "train" if name == "train" else "val"
-        return partial(
-            packed_batch, self.store, split, self._rows[split], self.seqlen, self.max_documents
-        )
+    def _layout(self, name: str, num_rows: int) -> tuple[PackedRows, int, int]:
+        rows = self._rows[name]
+        return rows._replace(first=rows.first[: num_rows + 1]), self.seqlen, self.max_documents
 
     def train_batch(self) -> MakeStep:
-        return self._make("train")
+        return partial(packed_batch, self.store, "train", *self._layout("train", self.num_samples))
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
         """Each held-out row once over all processes; empty if nothing is held out."""
-        make = self._make("val")
-        return self.held_out_loader(make, self._rows["val"].num_rows, self._val_batch_size)
+        num_rows = self._rows["val"].num_rows
+        if self._val_tokens_limit is not None:
+            num_rows = min(num_rows, -(-self._val_tokens_limit // self.seqlen))
+        make = partial(packed_batch, self.store, "val", *self._layout("val", num_rows))
+        return self.held_out_loader(make, num_rows, self._val_batch_size)
 
 
 def packed_batch(

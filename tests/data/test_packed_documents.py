@@ -139,6 +139,11 @@ def test_each_held_out_label_comes_once(store_folder, world_size):
     assert sorted(labels) == sorted(np.concatenate(expected).tolist())
 
 
+def test_held_out_rows_can_be_limited(store_folder):
+    batches = list(make(store_folder, val_tokens_limit=3 * SEQLEN).val_dataloader())
+    assert sum(int((b["labels"] != IGNORED_LABEL).any(1).sum()) for b in batches) == 3
+
+
 @pytest.mark.parametrize("micro", [1, 4])
 def test_loss_and_gradient_are_those_of_each_document_alone(store_folder, micro):
     data = make(store_folder, batch=4)
