@@ -1,13 +1,15 @@
 """A run that is told to stop saves at the next boundary, and goes on as if never stopped."""
 
+import itertools
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
 from lightning import Callback, LightningDataModule, Trainer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from model import saving
 from model.attention import sdpa_attention
@@ -21,19 +23,24 @@ from tests.disturbances import SignalAt
 STEPS = 6
 
 
+class Batches(IterableDataset):
+    """Endless: batch i is made of seed i, whatever was read before."""
+
+    def __init__(self, first):
+        self.first = first
+
+    def __iter__(self):
+        for seed in itertools.count(self.first):
+            ids = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(seed))
+            yield {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+
+
 class Tokens(LightningDataModule):
-    """Batch i of a run is made of seed i, whatever was read before."""
-
-    def batch(self, seed):
-        ids = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(seed))
-        return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
-
     def train_dataloader(self):
-        first = self.trainer.global_step
-        return DataLoader([self.batch(i) for i in range(first, 9)], batch_size=None)
+        return DataLoader(Batches(self.trainer.global_step), batch_size=None)
 
     def val_dataloader(self):
-        return DataLoader([self.batch(100), self.batch(101)], batch_size=None)
+        return DataLoader(list(itertools.islice(Batches(100), 2)), batch_size=None)
 
 
 class Validations(Callback):
@@ -130,6 +137,19 @@ def test_outside_the_main_thread_signals_are_left_alone(tmp_path):
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_clock_that_jumps_changes_nothing(tmp_path, undisturbed, monkeypatch):
+    """Backwards and forwards by days: the newest checkpoint is that of the highest step."""
+    jumps = itertools.cycle([1e9, 2e9, 5e8])
+    monkeypatch.setattr(time, "time", lambda: next(jumps))
+    with pytest.raises(SystemExit):
+        fit(tmp_path, SignalAt(step=3, numbers=[signal.SIGTERM]), every_n_steps=1)
+    for step, stamp in ((3, 2e9), (4, 1e9)):
+        os.utime(tmp_path / f"step-{step:08d}.ckpt", (stamp, stamp))
+    task = fit(tmp_path, resume=True)
+    for name, value in undisturbed[0].items():
+        assert torch.equal(task.model.state_dict()[name], value), name
 
 
 def test_fragments_of_a_killed_process_are_removed(tmp_path):
