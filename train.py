@@ -8,11 +8,13 @@ python train.py --help               groups, options and how to override them
 import inspect
 import logging
 import os
+import signal
 import sys
 import types
 import typing
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 
 import hydra
 import torch
@@ -29,11 +31,13 @@ from data.masked_lm import MaskedLMData
 from model.attention import auto_attention
 from model.block_sparse import BlockSparseAttention
 from model.callbacks import StopAtTarget
-from model.checkpoint import AtomicCheckpointIO, Checkpoints, newest_best
+from model.checkpoint import AtomicCheckpointIO, newest_best
 from model.classification_task import accuracy_interval
 from model.generation import sample_text
+from model.guard import RollBack, TrainingError, explained
 from model.language_task import CausalLMTask
 from model.run import plan_run, record_run
+from model.saving import EXIT_CODES, Checkpoints
 from model.task import say, step_seed
 from model.wandb_logger import PatientWandbLogger
 
@@ -62,7 +66,7 @@ def main(cfg: DictConfig) -> float:
             logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
     say(f"run folder: {run.folder}")
     try:
-        trainer.fit(task, data, ckpt_path=run.ckpt_path, weights_only=True)
+        fit(run.ckpt_path, data, task, trainer)
         targets = [c for c in trainer.callbacks if isinstance(c, StopAtTarget) and c.reached]
         for target in targets:
             step, value = target.reached
@@ -70,11 +74,26 @@ def main(cfg: DictConfig) -> float:
         if trainer.global_step < trainer.max_steps and not targets:
             say(f"stopped at step {trainer.global_step}; resume=auto goes on from there")
         loss = report(cfg, run, data, task, trainer)
-    except BaseException:
+    except BaseException as error:
+        is_told = isinstance(error, SystemExit) and error.code in EXIT_CODES.values()
+        if is_told:  # all processes are: a launcher ends those that are left when the first ends
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         finalize(trainer, "failed")
-        raise
+        if is_told:
+            trainer.strategy.barrier()
+        with one_line_errors((TrainingError,)):
+            raise explained(error, trainer, task) or error from error
     finalize(trainer, "success")
     return loss
+
+
+def fit(ckpt_path: Path | None, data, task, trainer: Trainer) -> None:
+    """Train, and again from an older checkpoint as often as the guard asks for it."""
+    while True:
+        try:
+            return trainer.fit(task, data, ckpt_path=ckpt_path, weights_only=True)
+        except RollBack as back:
+            ckpt_path, data.first_position = back.checkpoint, back.position
 
 
 def finalize(trainer: Trainer, status: str) -> None:
@@ -346,6 +365,9 @@ def quiet() -> None:
     """Keep Lightning's notes about what this program decides itself out of the output."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    logging.basicConfig(format="%(message)s")
+    if rank_zero_only.rank == 0:  # what preparing data needs of the disk, what packing wastes
+        logging.getLogger("data").setLevel(logging.INFO)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*LeafSpec.*")
     warnings.filterwarnings("ignore", ".*overridden `on_.*_batch_transfer`.*")

@@ -22,7 +22,14 @@ import filelock
 import numpy as np
 import rich.progress
 
-from data.token_store import MANIFEST_NAME, fsync_folder, is_finished, sha256_file, write_atomically
+from data.token_store import (
+    MANIFEST_NAME,
+    check_file_entry,
+    fsync_folder,
+    is_finished,
+    sha256_file,
+    write_atomically,
+)
 
 _FORMAT = "labelled sequences 1"
 
@@ -119,17 +126,27 @@ class SequenceStore:
         self.folder = Path(folder)
         if not is_finished(self.folder):
             raise FileNotFoundError(f"{folder} must have a {MANIFEST_NAME}: prepare it (again)")
-        self.manifest: dict[str, Any] = json.loads((self.folder / MANIFEST_NAME).read_bytes())
         advice = f"delete {folder} and prepare it again"
+        self._arrays: dict[str, np.ndarray] = {}
+        try:
+            self.manifest: dict[str, Any] = json.loads((self.folder / MANIFEST_NAME).read_bytes())
+            self._open(advice)
+        except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+            raise ValueError(f"{folder} has a damaged manifest ({error!r}): {advice}") from error
+
+    def _open(self, advice: str) -> None:
         if self.manifest.get("format") != _FORMAT:
             raise ValueError(
-                f"{folder} must hold {_FORMAT!r}, got {self.manifest.get('format')!r}: {advice}"
+                f"{self.folder} must hold {_FORMAT!r}, got {self.manifest.get('format')!r}: "
+                f"{advice}"
             )
-        self._arrays: dict[str, np.ndarray] = {}
         # Stores of bytes may be older than the two last entries.
         types = {"tokens": self.manifest.get("dtype", "u1"), "offsets": "<i8", "labels": "u1"}
+        if np.dtype(types["tokens"]).kind not in "ui":
+            raise ValueError(f"{self.folder} must hold integers, got {types['tokens']!r}: {advice}")
         num_labels = self.manifest.get("num_labels")
         for name, entry in self.manifest["files"].items():
+            check_file_entry(name, entry)
             path = self.folder / name
             if not path.is_file() or path.stat().st_size != entry["bytes"]:
                 raise ValueError(f"{path} must have {entry['bytes']} bytes: {advice}")

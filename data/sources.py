@@ -66,15 +66,18 @@ def open_source(
     Args:
         spec: "embedded", "hf:OWNER/NAME" (as "hf:Skylion007/openwebtext"), or the path of a file or
             of a folder (searched recursively, in sorted order): .txt, .jsonl, .parquet, where the
-            first two may be compressed (.gz, .xz, .zst).
+            first two may be compressed (.gz, .xz, .zst). "stream:OWNER/NAME" is "hf:OWNER/NAME"
+            read over the network while it is used: for text that the disk has no room for.
         text_field: the field of .jsonl, .parquet and Hugging Face rows that holds the text.
         config, split, revision: of a Hugging Face data set only.
     Raises:
         ValueError: options that the source does not take.
         FileNotFoundError: no such path, or a folder without a readable file.
     """
-    if spec.startswith("hf:"):
-        return HubSource(spec[3:], text_field, config, split, revision)
+    kind, _, dataset_id = spec.partition(":")
+    if kind in ("hf", "stream"):
+        is_stream = kind == "stream"
+        return HubSource(dataset_id, text_field, config, split, revision, is_stream=is_stream)
     if config is not None or revision is not None or split != "train":
         raise ValueError(
             f"config, split and revision belong to hf: sources, got {config}, {split}, {revision} "
@@ -168,7 +171,9 @@ class FileSource:
 
 
 class HubSource:
-    """A data set of the Hugging Face hub by id, downloaded and cached by `datasets`.
+    """A data set of the Hugging Face hub by id, downloaded and cached by `datasets`, or streamed.
+
+    Both give the same documents, and so the same store.
 
     OpenWebText is "hf:Skylion007/openwebtext": its main revision holds 80 parquet files
     (8,013,769 documents). Its refs/convert/parquet holds only the first part.
@@ -181,6 +186,8 @@ class HubSource:
         config: str | None,
         split: str,
         revision: str | None,
+        *,
+        is_stream: bool = False,
     ) -> None:
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset_id):
             raise ValueError(f"source must read hf:OWNER/NAME, got {'hf:' + dataset_id!r}")
@@ -191,6 +198,7 @@ class HubSource:
         self._config = config
         self._split = split
         self._revision = revision
+        self._is_stream = is_stream
         self._dataset: Any = None
 
     def identity(self) -> dict[str, Any]:
@@ -225,8 +233,14 @@ class HubSource:
 
         try:
             dataset = datasets.load_dataset(
-                self._id, self._config, split=self._split, revision=self._revision
+                self._id,
+                self._config,
+                split=self._split,
+                revision=self._revision,
+                streaming=self._is_stream,
             )
+            # A stream may not know its columns before its first row.
+            columns = dataset.column_names or list(next(iter(dataset), {}))
         except ConnectionError as error:
             raise ConnectionError(
                 f"hf:{self._id} cannot be reached ({error}): connect this machine to the network, "
@@ -237,8 +251,8 @@ class HubSource:
                 f"hf:{self._id} cannot be loaded with config {self._config!r}, split "
                 f"{self._split!r}, revision {self._revision!r}: {error}"
             ) from error
-        if self._text_field not in dataset.column_names:
-            field_text(dict.fromkeys(dataset.column_names), self._text_field, f"hf:{self._id}")
+        if self._text_field not in columns:
+            field_text(dict.fromkeys(columns), self._text_field, f"hf:{self._id}")
         self._dataset = dataset
         return dataset
 

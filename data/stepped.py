@@ -4,6 +4,7 @@ position that a checkpoint keeps. A module says what a batch of given sample ids
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +39,8 @@ class SteppedData(lightning.LightningDataModule):
     fingerprint: str
     #: Neighbouring ranks that get the same samples, to take a share of each (context parallelism).
     processes_per_sample: int = 1
+    #: Where a resumed run goes on at the earliest: a roll-back leaves out the samples before it.
+    first_position: int = 0
 
     def __init__(self, *, seed: int, num_workers: int) -> None:
         super().__init__()
@@ -122,7 +125,7 @@ class SteppedData(lightning.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the saved position; `train_dataloader` checks that the data are the same."""
-        self._start_position = int(state_dict["position"])
+        self._start_position = max(int(state_dict["position"]), self.first_position)
         self._start_step = int(state_dict["global_step"])
         self._resumed_fingerprint = state_dict["fingerprint"]
 
@@ -141,9 +144,20 @@ class SteppedData(lightning.LightningDataModule):
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=on_cuda,
+            worker_init_fn=_outlive_a_signal,
             # Without its own generator a loader draws a seed from torch's global one.
             generator=torch.Generator().manual_seed(self._seed),
         )
+
+
+def _outlive_a_signal(worker: int) -> None:
+    """What stops a run is often sent to all its processes, and it still has a step to finish.
+
+    A second signal ends the worker, as DataLoader's own clean-up may want.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: signal.signal(number, signal.SIG_DFL))
 
 
 class TrainSteps(IterableDataset):

@@ -15,7 +15,13 @@ from typing import Any
 import numpy as np
 
 from data.parallel_encode import EncodedBatch
-from data.token_store import ShardWriter, sha256_file, token_dtype, write_atomically
+from data.token_store import (
+    ShardWriter,
+    check_file_entry,
+    sha256_file,
+    token_dtype,
+    write_atomically,
+)
 
 SMALL_VAL_FRACTION = 0.05  # of the tokens, where whole documents cannot be held out
 _PROGRESS_NAME = "progress.json"
@@ -113,7 +119,12 @@ class StoreParts:
         path = self._folder / _PROGRESS_NAME
         progress = {"key": self._key, "parts": []}
         if path.exists():
-            progress = json.loads(path.read_bytes())
+            try:
+                progress = json.loads(path.read_bytes())
+                _check_progress(progress)
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                logger.warning("%s is damaged (%r): all is done again", path, error)
+                progress = {"key": self._key, "parts": []}
         if progress["key"] != self._key and progress["parts"]:
             raise ValueError(
                 f"{self._folder} must be new or hold the same data, got an unfinished store "
@@ -135,6 +146,21 @@ class StoreParts:
     def _is_intact(self, shard: dict[str, Any]) -> bool:
         paths = {self._folder / name: entry["sha256"] for name, entry in shard["files"].items()}
         return all(path.is_file() and sha256_file(path) == sha for path, sha in paths.items())
+
+
+def _check_progress(progress: dict[str, Any]) -> None:
+    for part in progress["parts"]:
+        shards = [part[split] for split in ("train", "val") if part[split] is not None]
+        counts = [part["num_documents"]]
+        for shard in shards:
+            counts += [shard["num_tokens"], shard["num_documents"]]
+            for name, entry in shard["files"].items():
+                check_file_entry(name, entry)
+            # What the entries say is what is joined later.
+            if set(shard["files"]) != {f"{shard['stem']}.bin", f"{shard['stem']}.offsets.bin"}:
+                raise ValueError(f"files of {shard['stem']}")
+        if any(type(count) is not int for count in counts) or not isinstance(progress["key"], str):
+            raise TypeError("counts must be integers and the key text")
 
 
 def finish_splits(

@@ -146,6 +146,14 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     write_atomically(folder / MANIFEST_NAME, (json.dumps(manifest, indent=2) + "\n").encode())
 
 
+def check_file_entry(name: str, entry: dict[str, Any]) -> None:
+    """Raise for an entry {"bytes", "sha256"} of a file that is none, or lies in another folder."""
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"file name {name!r}")
+    if type(entry["bytes"]) is not int or not isinstance(entry["sha256"], str):
+        raise TypeError(f"entry of {name}")
+
+
 def is_finished(folder: str | os.PathLike[str]) -> bool:
     """Whether `folder` holds a finished store (its content is checked when it is opened)."""
     return (Path(folder) / MANIFEST_NAME).is_file()
@@ -285,7 +293,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} must match its manifest_sha256, but was altered: {advice}")
     try:
         _check_consistency(manifest)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ValueError(f"{path} contradicts itself ({error!r}): {advice}") from error
     return manifest
 
@@ -293,13 +301,19 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 def _check_consistency(manifest: dict[str, Any]) -> None:
     """Sizes in the file list follow from the counts, and no name points out of the folder."""
     files = manifest["files"]
-    for name in files:
-        if not _FILE_NAME.fullmatch(name):
-            raise ValueError(f"file name {name!r}")
+    for name, entry in files.items():
+        check_file_entry(name, entry)
+    texts = [manifest["key"], manifest["tokenizer"]["name"], manifest["tokenizer"]["sha256"]]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("key and tokenizer must be text")
+    if type(manifest["eot"]) is not int or not 0 <= manifest["eot"] < manifest["vocab_size"]:
+        raise ValueError(f"eot {manifest['eot']!r}")
     itemsize = token_dtype(manifest["vocab_size"]).itemsize
     if manifest["dtype"] != token_dtype(manifest["vocab_size"]).name:
         raise ValueError(f"dtype {manifest['dtype']!r} for vocab_size {manifest['vocab_size']}")
-    for shard in manifest["splits"]["train"] + manifest["splits"]["val"]:
+    for shard in [*manifest["splits"]["train"], *manifest["splits"]["val"]]:
+        if any(type(shard[name]) is not int for name in ("num_tokens", "num_documents")):
+            raise TypeError(f"counts of {shard['stem']}")
         if files[f"{shard['stem']}.bin"]["bytes"] != shard["num_tokens"] * itemsize:
             raise ValueError(f"size of {shard['stem']}.bin")
         if files[f"{shard['stem']}.offsets.bin"]["bytes"] != 8 * (shard["num_documents"] + 1):

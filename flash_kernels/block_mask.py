@@ -29,7 +29,7 @@ from .block_mask_checks import (
     checked_ones_and_zeros,
     checked_token_mask,
 )
-from .block_mask_files import read_file, write_file
+from .block_mask_files import check_state, read_file, write_file
 from .block_mask_flex import read_flex, write_flex
 from .block_picture import draw_svg, draw_text
 
@@ -385,6 +385,7 @@ class BlockMask:
             ValueError: the file holds something else.
         """
         state = read_file(path, device, _FORMAT)
+        check_state(path, state)
         rows = BlockLists(*(state[name] for name in BlockLists._fields))
         mask = cls(*(state[name] for name in _SIZES), rows, rows, state["token_masks"])
         return mask._with(list_blocks(rows), mask.seqlen_q, mask.seqlen_k)

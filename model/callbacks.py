@@ -86,6 +86,7 @@ class Metrics(Callback):
         self.tokens = state["tokens"]
 
     def on_train_start(self, trainer: Trainer, task: LightningModule) -> None:
+        self._waiting.clear()  # of steps before a roll-back, which are done again
         device = task.device
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)

@@ -2,32 +2,33 @@
 
 A file is written under a temporary name in its own folder, flushed to disk and renamed; only then
 does ``manifest.json`` list it with its SHA-256. A file that the manifest does not list, or whose
-hash differs, is never loaded. Everything opens with ``weights_only=True``. Sharded checkpoints are
+hash differs, is never loaded. Everything opens with ``weights_only=True``, and what a file says of
+its model is held against its tensors before anything is built of it. Sharded checkpoints are
 folders that are treated alike (model/sharded.py).
 """
 
 import hashlib
+import inspect
 import json
 import os
-import signal
-import threading
+import re
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from model.bert import BERT
 from model.gpt import GPT
 from model.hf import strip_prefixes
-from model.sharded import digest, finish, is_sharded, link, load_whole, remove
+from model.sharded import digest, is_sharded, load_whole
 
 MANIFEST = "manifest.json"
 POSITION_TABLE = "embeddings.positions.weight"  # of GPT and BERT, in their state dicts
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*\.ckpt")  # none leads out of the folder
 
 
 class _HashingFile:
@@ -50,7 +51,7 @@ class _HashingFile:
         self.file.flush()
 
 
-def _write_atomically(path: Path, write: Callable) -> None:
+def write_atomically(path: Path, write: Callable) -> None:
     """Call write(file) on a temporary neighbour of `path`, flush it to disk, rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
@@ -63,10 +64,10 @@ def _write_atomically(path: Path, write: Callable) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -75,16 +76,56 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, dict]:
-    """Checkpoint name -> {"step", "sha256", "bytes"}; empty where there is no readable manifest."""
+    """Checkpoint name -> {"step", "sha256", "bytes"}; empty where there is no manifest.
+
+    A damaged one is made again, in memory and with a warning, from the files that are whole by the
+    checksums which torch.save's archives have inside.
+    """
     try:
-        return json.loads((folder / MANIFEST).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        _check_manifest(manifest)
+        return manifest
+    except FileNotFoundError:
         return {}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        warnings.warn(
+            f"{folder / MANIFEST} is damaged ({type(error).__name__}): taking the checkpoints "
+            "beside it that are whole by their own checksums",
+            stacklevel=2,
+        )
+        return {path.name: entry for path in folder.glob("*.ckpt") if (entry := _entry(path))}
 
 
-def _write_manifest(folder: Path, manifest: dict[str, dict]) -> None:
+def _check_manifest(manifest: dict[str, dict]) -> None:
+    for name, entry in manifest.items():
+        if not _FILE_NAME.fullmatch(name):
+            raise ValueError(f"file name {name!r}")
+        numbers = (entry["step"], entry["bytes"])
+        if not isinstance(entry["sha256"], str) or any(type(n) is not int for n in numbers):
+            raise TypeError(name)
+
+
+def _entry(path: Path) -> dict | None:
+    """The manifest's entry of a checkpoint that is whole, as far as its archive tells."""
+    step = re.search(r"-(\d+)\.ckpt", path.name)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            is_whole = archive.testzip() is None
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, EOFError):
+        return None
+    if not step or not is_whole:
+        return None
+    return {"step": int(step[1]), "sha256": _sha256(path), "bytes": path.stat().st_size}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(folder: Path, manifest: dict[str, dict]) -> None:
     text = json.dumps(manifest, indent=1, sort_keys=True).encode()
-    _write_atomically(folder / MANIFEST, lambda file: file.write(text))
+    write_atomically(folder / MANIFEST, lambda file: file.write(text))
 
 
 def is_intact(path: Path) -> bool:
@@ -94,8 +135,7 @@ def is_intact(path: Path) -> bool:
         return digest(path) == {key: entry[key] for key in ("bytes", "sha256")}
     if entry is None or not path.is_file() or path.stat().st_size != entry["bytes"]:
         return False
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"]
+    return _sha256(path) == entry["sha256"]
 
 
 def refuse_damaged(path: Path) -> None:
@@ -162,6 +202,53 @@ def find_checkpoint(run: str | Path, which: str = "best", runs_root: str = "outp
     return found
 
 
+def read_file(path: str | Path) -> dict:
+    """What torch.save wrote, on the CPU: tensors and plain values, nothing else.
+
+    Raises:
+        ValueError: the file is damaged, holds other objects, or claims more memory than it has
+            bytes.
+    """
+    with open(path, "rb") as file:
+        try:
+            # torch.save does not compress: a compressed entry is a bomb.
+            if any(entry.compress_type for entry in zipfile.ZipFile(file).infolist()):
+                raise ValueError("compressed entries")
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except MemoryError:
+            raise
+        except Exception as error:  # of the archive, the pickle or the tensors: any
+            code = re.search(r"GLOBAL (\S+)", str(error))  # torch advises to run it all the same
+            reason = f"it calls {code[1]}" if code else f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"{path} must be a checkpoint that opens with weights_only=True: it is damaged, or "
+                f"holds more than tensors and plain values ({' '.join(reason.split())[:160]})"
+            ) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a checkpoint, it holds a {type(content).__name__}")
+    return content
+
+
+def _check_config(path: Path, config: dict, state: dict[str, Tensor]) -> None:
+    """Refuse a configuration that is not of plain values, or not of these tensors."""
+    plain = (int, float, bool, str, type(None))
+    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise ValueError(f"{path} must hold a state dict of tensors")
+    for name, value in config.items() if isinstance(config, dict) else [("model_config", None)]:
+        values = value if isinstance(value, list | tuple) else [value]
+        if not str(name).isidentifier() or name[:1] == "_" or name == "attention":
+            raise ValueError(f"{path} must hold options of a model in model_config, got {name!r}")
+        if not all(isinstance(v, plain) for v in values):
+            raise ValueError(f"{path} must hold plain values in model_config, got {name}={value!r}")
+    blocks = {n for n in (re.search(r"\bblocks\.(\d+)\.", name) for name in state) if n}
+    blocks = {match[1] for match in blocks}
+    if blocks and "depth" in config and config["depth"] != len(blocks):
+        raise ValueError(f"{path} holds {len(blocks)} blocks, its model_config {config['depth']}")
+    for name, tensor in state.items():
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise ValueError(f"{path} holds {name} as {tuple(tensor.shape)}, more than its bytes")
+
+
 def read_checkpoint(path: Path) -> tuple[str, dict, dict[str, Tensor]]:
     """What a checkpoint holds of its model, on the CPU.
 
@@ -170,13 +257,11 @@ def read_checkpoint(path: Path) -> tuple[str, dict, dict[str, Tensor]]:
         its state dict. In the middle of a context warm-up: those of a model of the context that it
         was trained at.
     """
-    if is_sharded(path):
-        checkpoint = load_whole(path)
-    else:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    checkpoint = load_whole(path) if is_sharded(path) else read_file(path)
     config = checkpoint.get("model_config")
     if config is None:
         raise ValueError(f"{path} must be a checkpoint of a run, it holds no model_config")
+    _check_config(path, config, checkpoint.get("state_dict"))
     # Each has an option that none behind it has.
     kinds = {
         "multi_label": "document classifier",
@@ -184,7 +269,9 @@ def read_checkpoint(path: Path) -> tuple[str, dict, dict[str, Tensor]]:
         "num_segments": "BERT",
         "inverse_layer_scale": "GPT",
     }
-    kind = next(kind for option, kind in kinds.items() if option in config)
+    kind = next((kind for option, kind in kinds.items() if option in config), None)
+    if kind is None:
+        raise ValueError(f"{path} must hold a model of ours; its options are {', '.join(config)}")
     state = strip_prefixes(checkpoint["state_dict"])
     if (context := checkpoint.get("context")) is not None:
         config = {**config, "max_seqlen": context}
@@ -216,21 +303,32 @@ def load_run(
     if kind not in kinds:
         raise ValueError(f"{path} must hold a {' or '.join(kinds)}, it holds a {kind}")
     options = {} if attention is None else {"attention": attention}
-    model = {"GPT": GPT, "BERT": BERT}[kind](**config, **options)
-    model.load_state_dict(state)
+    build = {"GPT": GPT, "BERT": BERT}[kind]
+    if unknown := sorted(set(config) - set(inspect.signature(build).parameters)):
+        raise ValueError(f"{path} has options that a {kind} has not: {', '.join(unknown)}")
+    with torch.device("meta"):  # no memory before the shapes are known to be the file's
+        model = build(**config, **options)
+    try:
+        model.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{path} contradicts itself: {' '.join(str(error).split())}") from error
     return model.to(device).eval(), config
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes one checkpoint file so that a crash leaves the old state or the new one.
 
-    A file that cannot be written (a full disk) is a warning, not an error: rank 0 alone writes, and
-    must meet the others at the barrier that follows. The manifest does not list such a file.
+    A file that cannot be written (a full disk), or whose weights are not finite, is a warning and
+    not an error: rank 0 alone writes, and must meet the others at the barrier that follows. The
+    manifest does not list such a file.
     """
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
         path = Path(path)
         entry = {"step": checkpoint["global_step"]}
+        if bad := not_finite(checkpoint.get("state_dict", {})):
+            _warn_unsaved(path, f"NaN or infinity in {', '.join(bad[:3])}")
+            return
 
         def write(file) -> None:
             hashing = _HashingFile(file)
@@ -244,153 +342,28 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             entry["bytes"] = hashing.num_bytes
 
         try:
-            _write_atomically(path, write)
-            _write_manifest(path.parent, read_manifest(path.parent) | {path.name: entry})
+            write_atomically(path, write)
+            write_manifest(path.parent, read_manifest(path.parent) | {path.name: entry})
         except OSError as error:
-            warnings.warn(
-                f"checkpoint {path} was not saved ({error}); training goes on, older ones hold",
-                stacklevel=2,
-            )
+            _warn_unsaved(path, str(error))
 
     def load_checkpoint(self, path, map_location=None, weights_only: bool | None = True) -> dict:
         if is_sharded(Path(path)):  # of another run's strategy
             return load_whole(Path(path))
-        return super().load_checkpoint(path, map_location or "cpu", weights_only=True)
+        return read_file(path)
 
 
-class Checkpoints(Checkpoint):
-    """Saves every N steps, at every best validation and at the end.
-
-    The task's `best_metric` says what is best: the lowest loss or the highest accuracy.
-
-    A save that falls on a validation step waits for the validation, so that a resume finds it done.
-    A save that fails (a full disk) is reported and training goes on: older checkpoints stay whole.
-    In a run of one process Ctrl-C ends training after the step under way, with a checkpoint.
-
-    Args:
-        folder: the run's ``checkpoints`` folder.
-        every_n_steps: optimizer steps between saves.
-        keep_last: how many of those to keep (at least 2 lets a resume survive a damaged newest).
-    """
-
-    def __init__(self, *, folder: str, every_n_steps: int = 1000, keep_last: int = 2):
-        if every_n_steps < 1 or keep_last < 1:
-            raise ValueError(
-                "every_n_steps and keep_last must be at least 1, "
-                f"got {every_n_steps} and {keep_last}"
-            )
-        self.folder = Path(folder)
-        self.every_n_steps = every_n_steps
-        self.keep_last = keep_last
-        self.best_loss = float("inf")  # or minus what is the better the larger
-        self._saved_step = -1
-        self._restore_interrupt = lambda: None
-
-    def state_dict(self) -> dict:
-        return {"best_loss": self.best_loss}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.best_loss = state["best_loss"]
-
-    def on_train_start(self, trainer: Trainer, task: LightningModule) -> None:
-        self._saved_step = trainer.global_step
-        if trainer.world_size == 1 and threading.current_thread() is threading.main_thread():
-            self._stop_on_interrupt(trainer)
-        if trainer.is_global_zero:
-            # Later steps are done again; the next resume must not find the old ones.
-            manifest = read_manifest(self.folder)
-            self._drop(manifest, [n for n in manifest if manifest[n]["step"] > self._saved_step])
-
-    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx) -> None:
-        step = trainer.global_step
-        if step % self.every_n_steps == 0 and not _validates_at(trainer, step):
-            self.save(trainer)
-
-    def on_validation_end(self, trainer: Trainer, task: LightningModule) -> None:
-        if trainer.state.fn != "fit":
-            return
-        metric, is_larger_better = task.best_metric
-        loss = float(trainer.callback_metrics[metric]) * (-1 if is_larger_better else 1)
-        best = loss < self.best_loss
-        if best:
-            self.best_loss = loss
-        if best or trainer.global_step % self.every_n_steps == 0:
-            self.save(trainer, best=best)
-
-    def _stop_on_interrupt(self, trainer: Trainer) -> None:
-        before = signal.getsignal(signal.SIGINT)
-
-        def stop(signum, frame) -> None:
-            print("\nstopping after this step, with a checkpoint; Ctrl-C again stops at once")
-            trainer.should_stop = True
-            signal.signal(signal.SIGINT, before)
-
-        signal.signal(signal.SIGINT, stop)
-        self._restore_interrupt = lambda: signal.signal(signal.SIGINT, before)
-
-    def teardown(self, trainer: Trainer, task: LightningModule, stage: str) -> None:
-        self._restore_interrupt()
-
-    def on_train_end(self, trainer: Trainer, task: LightningModule) -> None:
-        if self._saved_step != trainer.global_step:
-            self.save(trainer)
-
-    def save(self, trainer: Trainer, best: bool = False) -> None:
-        """Write step-N.ckpt, name it best-N.ckpt too if it is, remove what is too old.
-
-        Metrics up to this step are written out before: a resume continues below them.
-        """
-        step = trainer.global_step
-        path = self.folder / f"step-{step:08d}.ckpt"
-        clocks = [c for c in trainer.callbacks if hasattr(c, "pause_clock")]
-        for clock in clocks:
-            clock.pause_clock(trainer.lightning_module)
-        if getattr(trainer.strategy, "_save_distributed_checkpoint", False):
-            self._save_shards(trainer, path)
-        else:
-            trainer.save_checkpoint(path)
-        self._saved_step = step
-        if trainer.is_global_zero and path.name in read_manifest(self.folder):
-            self._tidy(path, best)
-        for logger in [logger for logger in trainer.loggers if hasattr(logger, "checkpoint_saved")]:
-            logger.checkpoint_saved()
-        for clock in clocks:
-            clock.resume_clock()
-
-    def _save_shards(self, trainer: Trainer, path: Path) -> None:
-        """All processes write into a folder of a temporary name; the first one then renames it."""
-        part = path.with_name(path.name + ".part")
-        if trainer.is_global_zero:
-            remove(part)
-        trainer.strategy.barrier()
-        trainer.save_checkpoint(part)
-        if trainer.is_global_zero:
-            entry = {"step": trainer.global_step, **finish(part, path)}
-            _sync_folder(self.folder)
-            _write_manifest(self.folder, read_manifest(self.folder) | {path.name: entry})
-        trainer.strategy.barrier()  # no one looks for it earlier
-
-    def _tidy(self, path: Path, best: bool) -> None:
-        manifest = read_manifest(self.folder)
-        old = sorted(name for name in manifest if name.startswith("step-"))[: -self.keep_last]
-        if best:
-            old += [name for name in manifest if name.startswith("best-")]
-            name = path.name.replace("step-", "best-")
-            link(path, self.folder / name)
-            manifest[name] = manifest[path.name]
-            old = [other for other in old if other != name]
-        self._drop(manifest, old)
-
-    def _drop(self, manifest: dict[str, dict], names: list[str]) -> None:
-        for name in names:
-            del manifest[name]
-        if manifest or names:
-            _write_manifest(self.folder, manifest)
-        for name in names:
-            remove(self.folder / name)
+def _warn_unsaved(path: Path, reason: str) -> None:
+    warnings.warn(
+        f"checkpoint {path} was not saved ({reason}); training goes on, older ones hold",
+        stacklevel=3,
+    )
 
 
-def _validates_at(trainer: Trainer, step: int) -> bool:
-    interval = trainer.val_check_batch
-    has_batches = trainer.enable_validation and sum(trainer.num_val_batches) > 0
-    return bool(has_batches and interval and step % interval == 0)
+def not_finite(state: dict[str, Tensor]) -> list[str]:
+    """Names of the floating-point tensors that hold a NaN or an infinity."""
+    names = [name for name, value in state.items() if value.is_floating_point()]
+    if not names:
+        return []
+    is_finite = torch.stack([state[name].isfinite().all() for name in names]).tolist()
+    return [name for name, good in zip(names, is_finite, strict=True) if not good]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.attention import Attention, KVCache, auto_attention
+from model.attention import Attention, KVCache, Packing, auto_attention
 from model.block_sparse import layer_attention
 from model.transformer import Block, Embeddings, init_normal
 
@@ -119,6 +119,7 @@ class GPT(nn.Module):
         *,
         kv_cache: KVCache | None = None,
         positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Final hidden states, after the last norm: what logits() projects.
 
@@ -127,6 +128,9 @@ class GPT(nn.Module):
             kv_cache: holds the tokens before input_ids and receives these.
             positions: (seqlen,) int64, where input_ids are a share of longer sequences
                 (model.context_parallel); without a kv_cache.
+            cu_seqlens: int32 (batch, documents + 1), where documents start in each row, the last
+                seqlen: none attends to another, and positions count from its start. A row may
+                repeat seqlen, for the same shape whatever the number of documents. Alone.
 
         Returns:
             (batch, seqlen, dim), float32 under autocast.
@@ -143,12 +147,16 @@ class GPT(nn.Module):
                 f"the context must be at most max_seqlen = {self.max_seqlen} tokens, got "
                 f"{first_position + seqlen}; shorten it or build the model with a larger max_seqlen"
             )
+        shape, packing = input_ids.shape, None
+        if cu_seqlens is not None:
+            packing = pack_rows(cu_seqlens, seqlen)
+            input_ids, positions = input_ids.reshape(1, -1), packing.positions(shape.numel())
         x = self.embeddings(input_ids, first_position=first_position, positions=positions)
         for block in self.blocks:
-            x = block(x, kv_cache=kv_cache)
+            x = block(x, kv_cache=kv_cache, packing=packing)
         if kv_cache is not None:
             kv_cache.advance(seqlen)
-        return self.norm(x)
+        return self.norm(x).view(*shape, -1)
 
     @property
     def head_weight(self) -> Tensor:
@@ -180,3 +188,13 @@ class GPT(nn.Module):
         matmuls = 6 * self.num_params(positions=False)
         causal = 6 * self.config["depth"] * self.config["dim"] * seqlen
         return {"full": float(matmuls + 2 * causal), "causal": float(matmuls + causal)}
+
+
+def pack_rows(cu_seqlens: Tensor, seqlen: int) -> Packing:
+    """Rows of documents as one packed sequence.
+
+    cu_seqlens: int32 (batch, documents + 1), within each row: starts at 0, ends at seqlen.
+    """
+    first = torch.arange(len(cu_seqlens), device=cu_seqlens.device, dtype=torch.int32) * seqlen
+    starts = (cu_seqlens[:, :-1] + first[:, None]).flatten()
+    return Packing(F.pad(starts, (0, 1), value=len(cu_seqlens) * seqlen), seqlen)

@@ -5,7 +5,6 @@ Nothing here knows an architecture; hf.py maps names and shapes.
 
 import json
 import os
-import pickle
 import re
 from pathlib import Path
 
@@ -124,7 +123,9 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (safetensors.SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # of the archive, the pickle or the tensors: any
         raise ValueError(f"{path} must hold tensors and nothing else: {error}") from error
 
 
@@ -188,6 +189,7 @@ def read_own(path: Path, config_key: str, writer: str) -> tuple[dict, dict[str, 
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} must be a file that {writer} wrote; there is none")
+    state = _read_file(path)
     with safetensors.safe_open(path, "pt") as file:
         config = (file.metadata() or {}).get(config_key)
     if config is None:
@@ -195,7 +197,7 @@ def read_own(path: Path, config_key: str, writer: str) -> tuple[dict, dict[str, 
             f"{path} must carry {config_key} in its metadata, as {writer} writes it; pass the "
             "folder of a Hugging Face model instead of its file"
         )
-    return json.loads(config), safetensors.torch.load_file(path)
+    return json.loads(config), state
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -174,22 +174,40 @@ class CausalLMTask(LanguageModelTask):
             return batch
         return {name: tokens[:, self._positions] for name, tokens in batch.items()}
 
+    def piece(self, batch: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
+        names = ("input_ids", "labels", "cu_seqlens")
+        return {name: batch[name][rows] for name in names if name in batch}
+
     def work(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of packed documents the real tokens, and the pairs of a query and a key."""
         work = super().work(batch)
+        if "cu_seqlens" in batch:
+            work["tokens"] = (batch["labels"] != IGNORE).sum()
+            work["pairs"] = batch["cu_seqlens"].diff(dim=-1).long().square().sum()
         if self._parallel is not None and self._parallel.rank > 0:
             work["samples"].zero_()  # a sequence counts once
         return work
 
+    def flops(self, work: dict[str, float]) -> dict[str, float]:
+        if "pairs" not in work:
+            return super().flops(work)
+        per_token = self.model.flops_per_token(round(work["pairs"] / work["tokens"]))
+        return {kind: number * work["tokens"] for kind, number in per_token.items()}
+
     @functools.cached_property
-    def _loss(self) -> Callable[[Tensor, Tensor], Tensor]:
+    def _loss(self) -> Callable[..., Tensor]:
         if not self._is_compiled:
             return self._plain_loss
         # Shapes change with the stage of a run at most: kernels are specialized to each.
         return torch.compile(self._plain_loss, dynamic=False)
 
-    def _plain_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Summed loss (float32) of one micro-batch."""
+    def _plain_loss(
+        self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """Summed loss (float32) of one micro-batch; cu_seqlens: see GPT.hidden."""
         options = {} if self._parallel is None else {"positions": self._positions}
+        if cu_seqlens is not None:
+            options["cu_seqlens"] = cu_seqlens
         return linear_next_token_loss(
             self.model.hidden(input_ids, **options),
             self.model.head_weight,
@@ -202,7 +220,7 @@ class CausalLMTask(LanguageModelTask):
         return {"loss": (batch["labels"] != IGNORE).sum()}
 
     def sums(self, piece: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"loss": self._loss(piece["input_ids"], piece["labels"])}
+        return {"loss": self._loss(**piece)}
 
     def derived(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"ppl": means["loss"].exp()}

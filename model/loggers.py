@@ -1,7 +1,9 @@
 """Where metrics go on every machine: a CSV file that survives a resume."""
 
+import contextlib
 import csv
 import os
+import warnings
 from pathlib import Path
 
 from lightning.pytorch.loggers import Logger
@@ -17,6 +19,8 @@ COLUMNS = (
 
 class CsvLogger(Logger):
     """Appends one row a logged step to ``<save_dir>/metrics.csv``; a resume goes on below it.
+
+    Rows that cannot be written, to a full disk for instance, wait for the next save; it warns.
 
     Args:
         save_dir: the run folder.
@@ -62,20 +66,35 @@ class CsvLogger(Logger):
     def save(self) -> None:
         if not self._rows:
             return
+        size = None
+        try:
+            size = self.path.stat().st_size if self.path.exists() else 0
+            self._write()
+            self._rows.clear()
+        except OSError as error:  # a full disk, a folder that went away: the rows wait
+            warnings.warn(f"{self.path} cannot be written ({error}); will retry", stacklevel=2)
+            if self._last and self._last[0]["step"] in self._rows:
+                size = self._last[1]  # a row that was being written anew, which waits too
+            self._last = None
+            with contextlib.suppress(OSError, TypeError):
+                os.truncate(self.path, size)
+
+    def _write(self) -> None:
         if self._last is None and self.path.exists():
             self._find_last()
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        last = self._last
         with self.path.open("a", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             if file.tell() == 0:
                 writer.writeheader()
             for step, row in sorted(self._rows.items()):
-                if self._last and self._last[0]["step"] == step:
-                    file.truncate(self._last[1])
+                if last and last[0]["step"] == step:
+                    file.truncate(last[1])
                 file.seek(0, os.SEEK_END)
-                self._last = (row, file.tell())
+                last = (row, file.tell())
                 writer.writerow({key: _text(value) for key, value in row.items()})
-        self._rows.clear()
+        self._last = last
 
     def _find_last(self) -> None:
         """Take up the last row of an existing file, which may still get its validation metrics."""

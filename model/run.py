@@ -103,8 +103,9 @@ def _new_id(name: str) -> str:
 
 def _read_id(folder: Path) -> str | None:
     try:
-        return json.loads((folder / "run.json").read_text())["run_id"]
-    except (FileNotFoundError, json.JSONDecodeError, KeyError):
+        run_id = json.loads((folder / "run.json").read_text())["run_id"]
+        return run_id if isinstance(run_id, str) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

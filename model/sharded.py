@@ -58,12 +58,24 @@ def remove(path: Path) -> None:
 
 
 def link(path: Path, name: Path) -> None:
-    """The same bytes under a second name, for either kind."""
+    """The same bytes under a second name, for either kind; a copy where there are no links."""
     remove(name)
     if path.is_dir():
-        shutil.copytree(path, name, copy_function=os.link)
+        shutil.copytree(path, name, copy_function=_link_file)
     else:
-        os.link(path, name)
+        _link_file(path, name)
+
+
+def _link_file(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        part = Path(f"{target}.part")
+        with part.open("wb") as file, open(source, "rb") as original:
+            shutil.copyfileobj(original, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, target)
 
 
 def load_whole(folder: Path) -> dict[str, Any]:

@@ -216,6 +216,7 @@ class TrainingTask(LightningModule):
         torch.manual_seed(step_seed(self.seed, self.global_step, self.global_rank))
         num_examples, seqlen = self.size_of(batch)
         micro = self.micro_batch(num_examples, seqlen)
+        self.cut = (num_examples, micro, seqlen)  # for a message, should memory run out
         work = {f"work/{name}": amount for name, amount in self.work(batch).items()}
         counts = self._summed({**self.counts(batch), **work})
         totals: dict[str, Tensor] = {}
@@ -244,10 +245,11 @@ class TrainingTask(LightningModule):
         )
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
+        # Known before the step: model.guard decides whether it is made.
+        self.step_means = {**self._means(self._summed(totals), counts), "grad_norm": grad_norm}
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        means = self._means(self._summed(totals), counts)
-        return {**means, "grad_norm": grad_norm, **{name: counts[name] for name in work}}
+        return {**self.step_means, **{name: counts[name] for name in work}}
 
     @property
     def lr(self) -> float:

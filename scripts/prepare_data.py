@@ -88,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
         "--source",
         required=True,
         help='"embedded", a file or folder of .txt, .jsonl(.gz, .xz, .zst), .parquet, or '
-        "hf:OWNER/NAME such as hf:Skylion007/openwebtext",
+        "hf:OWNER/NAME such as hf:Skylion007/openwebtext; stream:OWNER/NAME keeps its text off the "
+        "disk",
     )
     parser.add_argument("--out", help="folder of the store; default: a cached one under --root")
     parser.add_argument("--root", default="outputs/data", help="default: %(default)s")

@@ -20,8 +20,9 @@ LIGHTNING_HOMES = {
     "model/callbacks.py",
     "model/checkpoint.py",
     "model/classification_task.py",
+    "model/guard.py",
     "model/loggers.py",
-    "model/signals.py",
+    "model/saving.py",
     "model/wandb_logger.py",
     "model/wandb_media.py",
 }

@@ -273,11 +273,7 @@ def test_every_choice_of_a_group_composes_and_fits_its_signature(override):
 
 def test_a_callback_can_be_switched_off(tmp_path, text):
     trainer = train.build(small(tmp_path, text, "callbacks.checkpoints=null"))[-1]
-    assert [type(c).__name__ for c in trainer.callbacks] == [
-        "Metrics",
-        "StopAfter",
-        "StopOnSigterm",
-    ]
+    assert [type(c).__name__ for c in trainer.callbacks] == ["Metrics", "StopAfter", "StepGuard"]
 
 
 def readme_commands():

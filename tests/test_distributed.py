@@ -47,23 +47,32 @@ def assert_like(found: list[list[float]], expected: list[list[float]]) -> None:
 
 
 def test_two_processes_train_like_one(workplace, one_process):
-    """Two micro-batches a step on each, against four on one."""
-    options = [*on_cpu("ddp", 2), "trainer.max_steps=6"]
-    workplace.run("run_name=ddp", *EXACT, *options, launcher=launcher(2))
-    assert_like(shown(workplace, "ddp"), one_process)
+    """Two micro-batches a step on each, against four on one; at a seventh step one of them has a
+    gradient of NaN, and both leave the weights as they are."""
+    options = [*on_cpu("ddp", 2), "trainer.max_steps=7", "callbacks.guard.policy=skip"]
+    options += ["+callbacks.poison={_target_:tests.disturbances.PoisonAt,rank:1,step:6}"]
+    out = workplace.run("run_name=ddp", *EXACT, *options, launcher=launcher(2))
+    assert "step 6: " in out and "not both finite; skip" in out
+    found = shown(workplace, "ddp")
+    assert_like([column[:6] for column in found[:3]], one_process)
+    assert found[3] == pytest.approx(one_process[3] * 2, rel=1e-5)
 
 
 def test_a_run_goes_on_with_other_processes(workplace, one_process):
-    """Two steps on one, two on four under FSDP2, two on two; of several, two share a sequence."""
+    """Two steps on one; two on four under FSDP2, of which one gets a signal; two on two.
+
+    Of several, two share a sequence.
+    """
     name = "run_name=elastic"
     workplace.run(name, *EXACT, "trainer.max_steps=2")
-    options = [*on_cpu("fsdp", 4, context=2), "trainer.max_steps=4", "resume=auto"]
-    workplace.run(name, *EXACT, *options, launcher=launcher(4))
+    options = [*on_cpu("fsdp", 4, context=2), "resume=auto"]
+    options += ["+callbacks.x={_target_:tests.disturbances.SignalAt,rank:2,step:3,numbers:[15]}"]
+    error = workplace.run(name, *EXACT, *options, launcher=launcher(4), code=1)
+    assert error.count("exitcode  : 143") == 4, error
     options = [*on_cpu("ddp", 2, context=2), "trainer.max_steps=6", "resume=auto"]
     workplace.run(name, *EXACT, *options, launcher=launcher(2))
     found = shown(workplace, "elastic")
     assert_like(found[:3], one_process[:3])
-    # Each part ended with a validation.
     assert found[3][-1] == pytest.approx(one_process[3][-1], rel=1e-5)
 
 

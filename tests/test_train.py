@@ -28,9 +28,12 @@ def test_a_run_learns_and_reports(workplace):
 
 @pytest.mark.slow
 def test_stop_and_resume_equals_no_stop_bitwise(workplace):
-    """Stopped between two checkpoints: steps 9 and 10 are done again, as if never done."""
+    """Terminated between two checkpoints, and the newest is damaged: steps 9 and 10 are done again,
+    as if never done."""
     workplace.run("run_name=whole")
-    workplace.run("run_name=cut", "trainer.max_steps=10", "task.max_steps=12")
+    signalled = "+callbacks.signal={_target_:tests.disturbances.SignalAt,step:9,numbers:[15]}"
+    workplace.run("run_name=cut", signalled, code=143)
+    assert [row["step"] for row in workplace.rows("cut")][-1] == "10"
     folder = workplace.folder / "outputs/runs/cut"
     manifest = json.loads((folder / "checkpoints/manifest.json").read_text())
     assert {"step-00000008.ckpt", "step-00000010.ckpt"} <= set(manifest)

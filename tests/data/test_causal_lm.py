@@ -2,7 +2,10 @@
 
 import inspect
 import math
+import multiprocessing
+import os
 import random
+import signal
 from types import SimpleNamespace
 
 import lightning
@@ -115,6 +118,20 @@ def test_workers_change_nothing(store_folder, num_workers):
     for a, b in zip(expected, got, strict=True):
         assert torch.equal(a["input_ids"], b["input_ids"])
         assert torch.equal(a["labels"], b["labels"])
+
+
+def test_workers_outlive_the_signal_that_stops_a_run(store_folder):
+    """A launcher or a terminal sends it to every process."""
+    before = set(multiprocessing.active_children())
+    iterator = iter(make(store_folder, num_workers=1).train_dataloader())
+    first = next(iterator)
+    (worker,) = set(multiprocessing.active_children()) - before
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(worker.pid, number)
+    assert all(not torch.equal(next(iterator)["input_ids"], first["input_ids"]) for _ in range(9))
+    with pytest.raises(RuntimeError, match="DataLoader worker .* killed by signal: Terminated"):
+        os.kill(worker.pid, signal.SIGTERM)
+        worker.join(10)
 
 
 def test_resume_continues_at_the_same_sample_with_any_batch_and_world_size(store_folder):

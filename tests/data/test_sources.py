@@ -206,24 +206,28 @@ def test_missing_and_unreadable_paths(tmp_path):
         open_source(str(tmp_path), config="plain_text")
 
 
-def test_hub_data_set(monkeypatch):
+@pytest.mark.parametrize("kind", ["hf", "stream"])
+def test_hub_data_set(monkeypatch, kind):
     import datasets
 
     asked = []
 
-    def load_dataset(path, name, *, split, revision):
+    def load_dataset(path, name, *, split, revision, streaming):
         asked.append((path, name, split, revision))
-        return datasets.Dataset.from_dict({"text": ["a", "", "b"], "id": [1, 2, 3]})
+        rows = datasets.Dataset.from_dict({"text": ["a", "", "b"], "id": [1, 2, 3]})
+        assert streaming == (kind == "stream")
+        return rows.to_iterable_dataset() if streaming else rows
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    source = open_source("hf:Skylion007/openwebtext", revision="abc")
+    source = open_source(f"{kind}:Skylion007/openwebtext", revision="abc")
+    assert source.identity() == open_source("hf:Skylion007/openwebtext", revision="abc").identity()
     texts, report = documents(source)
     assert (texts, report.empty_documents) == (["a", "b"], 1)
     assert asked == [("Skylion007/openwebtext", None, "train", "abc")]
     assert source.name == "Skylion007-openwebtext"
     assert source.identity()["revision"] == "abc"
     with pytest.raises(ValueError, match=r"field 'body', got \['id', 'text'\]"):
-        documents(open_source("hf:a/b", text_field="body"))
+        documents(open_source(f"{kind}:a/b", text_field="body"))
 
 
 def test_hub_without_network_is_one_clear_line(monkeypatch):

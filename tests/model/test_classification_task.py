@@ -9,11 +9,12 @@ from lightning import LightningDataModule, Trainer
 from torch.utils.data import DataLoader
 
 from model.attention import sdpa_attention
-from model.checkpoint import AtomicCheckpointIO, Checkpoints, load_run, newest_best, newest_intact
+from model.checkpoint import AtomicCheckpointIO, load_run, newest_best, newest_intact
 from model.classification_task import ClassificationTask, accuracy_interval
 from model.classifier_weights import load_from_run
 from model.long_range import LongRangeClassifier
 from model.optim import adamw
+from model.saving import Checkpoints
 
 SIZE, BATCH = 5, 4
 

@@ -10,12 +10,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from model.attention import sdpa_attention
 from model.callbacks import Metrics
-from model.checkpoint import AtomicCheckpointIO, Checkpoints, load_run, newest_intact
+from model.checkpoint import AtomicCheckpointIO, load_run, newest_intact
 from model.gpt import GPT
 from model.language_task import CausalLMTask
 from model.loggers import CsvLogger
 from model.optim import adamw
 from model.positions import extend_in_place, extend_positions
+from model.saving import Checkpoints
 
 VOCAB, FINAL, STEP_TOKENS = 37, 16, 64
 CONTEXTS = [4, 4, 4, 8, 8, 16, 16, 16]  # of the steps of a run

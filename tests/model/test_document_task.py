@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader
 
 from model.bert import BERT
 from model.bert_files import export_bert
-from model.checkpoint import AtomicCheckpointIO, Checkpoints, newest_intact
+from model.checkpoint import AtomicCheckpointIO, newest_intact
 from model.document_classifier import DocumentClassifier
 from model.document_task import DocumentTask, f1_scores
 from model.optim import adamw
+from model.saving import Checkpoints
 
 BATCH, CLASSES, SEQLEN = 4, 3, 10
 SIZES = {"vocab_size": 40, "depth": 1, "dim": 16, "nheads": 2}

@@ -36,6 +36,33 @@ def test_csv_goes_on_below_the_resumed_step(tmp_path):
     assert [row["train/loss"] for row in read(tmp_path / "metrics.csv")] == ["1", "2", "30"]
 
 
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_csv_keeps_rows_that_a_full_disk_did_not_take(tmp_path, monkeypatch, fails_at):
+    logger = CsvLogger(save_dir=str(tmp_path))
+    logger.log_metrics({"train/loss": 1.0}, 1)
+    logger.save()
+    logger.log_metrics({"val/loss": 2.0}, 1)
+    logger.log_metrics({"train/loss": 3.0}, 2)
+    written = []
+
+    def full(writer, row):
+        if len(written) == fails_at:
+            raise OSError(28, "No space left on device")
+        written.append(row)
+        writer.writer.writerow([row.get(key, "") for key in writer.fieldnames])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(csv.DictWriter, "writerow", full)
+        logger.log_metrics({"train/loss": 4.0}, 3)
+        with pytest.warns(UserWarning, match="metrics.csv cannot be written.*No space left"):
+            logger.save()
+    logger.log_metrics({"train/loss": 5.0}, 4)
+    logger.finalize("success")
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        rows = [(r["step"], r["train/loss"], r["val/loss"]) for r in csv.DictReader(file)]
+    assert rows == [("1", "1", "2"), ("2", "3", ""), ("3", "4", ""), ("4", "5", "")]
+
+
 def test_csv_refuses_a_metric_without_a_column(tmp_path):
     with pytest.raises(ValueError, match="no column for .*train/los'"):
         CsvLogger(save_dir=str(tmp_path)).log_metrics({"train/los": 1.0}, step=1)

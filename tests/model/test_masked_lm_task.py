@@ -11,10 +11,11 @@ from model.attention import pack, sdpa_attention
 from model.bert import BERT
 from model.bert_files import export_bert
 from model.callbacks import Metrics, StopAtTarget
-from model.checkpoint import AtomicCheckpointIO, Checkpoints, newest_intact
+from model.checkpoint import AtomicCheckpointIO, newest_intact
 from model.language_task import MaskedLMTask
 from model.loggers import CsvLogger
 from model.optim import lamb
+from model.saving import Checkpoints
 
 VOCAB, SEQLEN, PER_STEP = 37, 12, 4
 LENGTHS = torch.tensor([12, 3, 7, 5])

@@ -3,8 +3,9 @@ import json
 import pytest
 import torch
 
+import train
 from model.checkpoint import AtomicCheckpointIO
-from model.run import plan_run, record_run
+from model.run import Run, plan_run, record_run
 
 
 def start(tmp_path, name="mine", step=None):
@@ -51,6 +52,15 @@ def test_records_of_a_continued_run_keep_the_first(tmp_path):
     assert (run.folder / "config-2.yaml").read_text() == "seed: 2\n"
     facts = json.loads((run.folder / "run.json").read_text())
     assert facts["run_id"] == run.run_id and facts["versions"]["torch"] == torch.__version__
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(SystemExit, match="error: .*Not a directory"),
+        train.one_line_errors(train.BUILD_ERRORS),
+    ):
+        record_run(Run(tmp_path / "file/run", "id", None), "")
 
 
 def test_processes_that_share_a_name_never_number_it(tmp_path):

@@ -1,8 +1,6 @@
 """The optimizer step: invariant to how its batch is split, bitwise the same after a resume."""
 
 import functools
-import os
-import signal
 
 import pytest
 import torch
@@ -10,10 +8,11 @@ from lightning import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, IterableDataset
 
 from model.attention import sdpa_attention
-from model.checkpoint import AtomicCheckpointIO, Checkpoints, load_run, newest_intact
+from model.checkpoint import AtomicCheckpointIO, load_run, newest_intact
 from model.gpt import GPT
 from model.language_task import CausalLMTask
 from model.optim import adamw
+from model.saving import Checkpoints
 from model.task import step_seed
 
 VOCAB, SEQLEN, PER_STEP = 37, 16, 4
@@ -216,20 +215,6 @@ def test_configured_optimizer_options_hold_after_a_resume(tmp_path):
     resumed = make_task(lr=2e-2)
     fit(resumed, tmp_path, ckpt_path=newest_intact(tmp_path), stop=4)
     assert resumed.optimizers().param_groups[0]["peak_lr"] == 2e-2
-
-
-def test_interrupt_ends_after_the_step_with_a_checkpoint(tmp_path):
-    class Interrupting(RandomTokens):
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            if self.trainer.training and self.trainer.global_step == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-            return batch
-
-    before = signal.getsignal(signal.SIGINT)
-    trainer = fit(make_task(), tmp_path, data=Interrupting(), every_n_steps=100, val_every=100)
-    assert trainer.global_step == 3
-    assert newest_intact(tmp_path).name == "step-00000003.ckpt"
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_checkpoint_rebuilds_the_model_alone(tmp_path):

@@ -1,0 +1,165 @@
+"""What happens at a step whose loss or gradient is NaN, infinite or far too large."""
+
+import json
+import math
+import statistics
+from collections import deque
+from pathlib import Path
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
+
+from model.checkpoint import newest_intact
+from model.saving import Checkpoints
+from model.task import TrainingTask, say
+
+POLICIES = ("stop", "skip", "rollback")
+
+
+class TrainingError(RuntimeError):
+    """Ends a run with a line that says what can be done."""
+
+
+class RollBack(Exception):
+    """Go on from `checkpoint`, with the samples from `position` on."""
+
+    def __init__(self, checkpoint: Path, position: int):
+        super().__init__(f"go on from {checkpoint} with the samples from {position} on")
+        self.checkpoint = checkpoint
+        self.position = position
+
+
+class StepGuard(Callback):
+    """Looks at every step before the optimizer does: a bad one changes no weight.
+
+    Bad is a loss or a gradient's norm that is not finite, or a loss of more than `spike_factor`
+    times the median of the last `window` good ones. Both are of the global batch, so that all
+    processes come to the same end. Each bad step is said, and its sample ids go to
+    ``bad_steps.jsonl``. To look, the host waits for the device once a step.
+
+    Args:
+        folder: of the run.
+        policy: "stop" saves a checkpoint from which the same step can be done again, and ends the
+            run. "skip" goes on with the next step. "rollback" goes on from the newest checkpoint,
+            with the samples behind the bad step's; before the first checkpoint it is "skip".
+        spike_factor: above 1; None looks for no spikes.
+        window: good steps whose median a spike is held against; none is seen before so many.
+        max_bad_steps: one more ends the run under any policy.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: str,
+        policy: str = "stop",
+        spike_factor: float | None = None,
+        window: int = 100,
+        max_bad_steps: int = 20,
+    ):
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+        if spike_factor is not None and not spike_factor > 1.0:
+            raise ValueError(f"spike_factor must be above 1 or null, got {spike_factor}")
+        if window < 1 or max_bad_steps < 0:
+            raise ValueError(
+                f"window must be at least 1 and max_bad_steps 0, got {window} and {max_bad_steps}"
+            )
+        self.folder = Path(folder)
+        self.policy = policy
+        self.spike_factor = spike_factor
+        self.max_bad_steps = max_bad_steps
+        self.num_bad = 0
+        self._losses: deque[float] = deque(maxlen=window)
+
+    def state_dict(self) -> dict:
+        return {"losses": list(self._losses), "num_bad": self.num_bad}
+
+    def load_state_dict(self, state: dict) -> None:
+        self._losses.clear()
+        self._losses.extend(state["losses"])
+        self.num_bad = max(self.num_bad, state["num_bad"])  # rolling back does not undo the count
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, task: LightningModule, optimizer: Optimizer
+    ) -> None:
+        numbers = torch.stack([task.step_means[name].double() for name in ("loss", "grad_norm")])
+        loss, grad_norm = numbers.tolist()
+        reason = self._reason(loss, grad_norm)
+        if reason is None:
+            self._losses.append(loss)
+            return
+        self.num_bad += 1
+        step, data = trainer.global_step, trainer.datamodule
+        checkpoints = [c for c in trainer.callbacks if isinstance(c, Checkpoints)]
+        policy = "stop" if self.num_bad > self.max_bad_steps else self.policy
+        newest = None
+        if policy == "rollback":
+            newest = newest_intact(checkpoints[0].folder) if checkpoints else None
+            policy = "rollback" if newest else "skip"
+        if trainer.is_global_zero:
+            ids = data.sample_ids(step).tolist() if hasattr(data, "sample_ids") else None
+            facts = {"step": step, "loss": loss, "grad_norm": grad_norm, "policy": policy}
+            self._record({**facts, "reason": reason, "sample_ids": ids})
+        say(
+            f"step {step}: {reason}; {policy}, its samples are in {self.folder / 'bad_steps.jsonl'}"
+        )
+        if policy == "skip":
+            optimizer.zero_grad(set_to_none=True)  # without a gradient no weight or moment changes
+        elif policy == "rollback":
+            raise RollBack(newest, data.position + data.batch_size)
+        else:
+            for callback in checkpoints:
+                callback.save(trainer)
+            raise TrainingError(
+                f"stopped before step {step} changed anything: {reason} (bad step {self.num_bad}). "
+                "Go on from its checkpoint by resume=auto with callbacks.guard.policy=skip or "
+                "rollback, or with a lower learning rate"
+            )
+
+    def _reason(self, loss: float, grad_norm: float) -> str | None:
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            return f"loss {loss:.4g} and gradient norm {grad_norm:.4g} are not both finite"
+        if self.spike_factor is not None and len(self._losses) == self._losses.maxlen:
+            usual = statistics.median(self._losses)
+            if usual > 0.0 and loss > self.spike_factor * usual:
+                return f"loss {loss:.4g} is {loss / usual:.3g} times the usual {usual:.4g}"
+        return None
+
+    def _record(self, facts: dict) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / "bad_steps.jsonl").open("a") as file:
+                file.write(json.dumps(facts) + "\n")
+        except OSError as error:
+            say(f"bad_steps.jsonl cannot be written ({error}): {json.dumps(facts)}")
+
+
+def explained(error: Exception, trainer: Trainer, task: TrainingTask) -> TrainingError | None:
+    """What a user can do about an error of training; None where this program does not know."""
+    more = "; resume=auto goes on from the last checkpoint"
+    if isinstance(error, torch.OutOfMemoryError):
+        if trainer.validating or trainer.testing:
+            options = "data.val_batch_tokens or data.val_batch_size"
+            return TrainingError(
+                f"the GPU's memory does not hold a validation batch: lower {options}{more}"
+            )
+        total, micro, seqlen = task.cut
+        option = task.batch_options[0]
+        advice = f"data.seqlen={seqlen // 2}, a smaller model, or context_parallel.size=2"
+        if micro > 1:
+            fewer = max(size for size in range(1, micro) if total % size == 0)
+            advice = f"{option}={fewer * seqlen if option.endswith('tokens') else fewer}"
+        return TrainingError(
+            f"the GPU's memory does not hold a micro-batch of {micro} x {seqlen} tokens (examples "
+            f"x context) at step {trainer.global_step}: try {advice}{more}"
+        )
+    if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+        return TrainingError(
+            f"a process that loads data died ({error}): if the machine's memory ran out, lower "
+            f"data.num_workers{more}"
+        )
+    return None

@@ -1,0 +1,42 @@
+"""Callbacks that disturb a run at a given step, for tests: +callbacks.x={_target_: tests....}."""
+
+import os
+
+from lightning import Callback
+
+
+class SignalAt(Callback):
+    """Sends signals to one process of the run at the start of a training or a validation batch."""
+
+    def __init__(self, *, step, numbers, rank=0, in_validation=False):
+        self.step, self.numbers, self.rank = step, numbers, rank
+        self.in_validation = in_validation
+
+    def _send(self, trainer):
+        if trainer.global_step == self.step and trainer.global_rank == self.rank:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+
+    def on_train_batch_start(self, trainer, *args):
+        if not self.in_validation:
+            self._send(trainer)
+
+    def on_validation_batch_start(self, trainer, *args):
+        if self.in_validation:
+            self._send(trainer)
+
+
+class PoisonAt(Callback):
+    """Makes the gradients of one process NaN, before they are added over processes."""
+
+    def __init__(self, *, step, rank=0):
+        self.step, self.rank, self.hooks = step, rank, []
+
+    def on_train_batch_start(self, trainer, task, *args):
+        if trainer.global_step == self.step and trainer.global_rank == self.rank:
+            params = [param for param in task.parameters() if param.requires_grad]
+            self.hooks = [param.register_hook(lambda grad: grad * float("nan")) for param in params]
+
+    def on_train_batch_end(self, *args):
+        while self.hooks:
+            self.hooks.pop().remove()
