@@ -82,7 +82,9 @@ def main(cfg: DictConfig) -> float:
         if is_told:
             trainer.strategy.barrier()
         with one_line_errors((TrainingError,)):
-            raise explained(error, trainer, task) or error from error
+            if explanation := explained(error, trainer, task):
+                raise explanation from error
+            raise
     finalize(trainer, "success")
     return loss
 

@@ -102,7 +102,9 @@ class StepGuard(Callback):
             policy = "rollback" if newest else "skip"
         if trainer.is_global_zero:
             ids = data.sample_ids(step).tolist() if hasattr(data, "sample_ids") else None
-            facts = {"step": step, "loss": loss, "grad_norm": grad_norm, "policy": policy}
+            # As text where they are no numbers of JSON's.
+            shown = [x if math.isfinite(x) else str(x) for x in (loss, grad_norm)]
+            facts = {"step": step, "loss": shown[0], "grad_norm": shown[1], "policy": policy}
             self._record({**facts, "reason": reason, "sample_ids": ids})
         say(
             f"step {step}: {reason}; {policy}, its samples are in {self.folder / 'bad_steps.jsonl'}"

@@ -105,6 +105,7 @@ def test_stop_saves_the_state_before_the_step_and_names_the_samples(tmp_path, ho
         fit(tmp_path, poison, every=100)
     (record,) = records(tmp_path)
     assert record["step"] == 3 and record["sample_ids"] == poison.seen[3][1]
+    assert record["grad_norm"] == "nan"
     again = Poison(how, step=3)
     task, _, data = fit(tmp_path, again, resume=True, policy="skip", every=100)
     assert again.seen[0] == poison.seen[3]
