@@ -19,8 +19,6 @@ from model.sharded import finish, link, remove
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
 # A launcher hands on what its processes got themselves: a second signal this soon is the first.
 _ECHO_S = 2.0
-# Steps after which several processes ask each other for signals, which waits for the device.
-_ASKS_EVERY = 10
 
 
 class Checkpoints(Checkpoint):
@@ -31,23 +29,32 @@ class Checkpoints(Checkpoint):
     A save that falls on a validation step waits for the validation, so that a resume finds it done.
     A save that fails (a full disk) is reported and training goes on: older checkpoints stay whole.
 
-    SIGTERM, SIGUSR1 or Ctrl-C to any process of the run ends all of them after the same step (the
-    one under way; with several processes, which ask each other rarely, one of the next 10), with a
-    checkpoint, by SystemExit 143 (130 after Ctrl-C). In a validation the checkpoint comes at once,
+    SIGTERM, SIGUSR1 or Ctrl-C to any process of the run ends all of them after the same step, with
+    a checkpoint, by SystemExit 143 (130 after Ctrl-C). In a validation the checkpoint comes at once,
     and again at its end, where the run stops. A later second Ctrl-C stops at once.
 
     Args:
         folder: the run's ``checkpoints`` folder.
         every_n_steps: optimizer steps between saves.
         keep_last: how many of those to keep (at least 2 lets a resume survive a damaged newest).
+        ask_every_n_steps: steps after which several processes ask each other for signals, which
+            waits for the device; one process alone stops after the step under way.
     """
 
-    def __init__(self, *, folder: str, every_n_steps: int = 1000, keep_last: int = 2):
-        if every_n_steps < 1 or keep_last < 1:
+    def __init__(
+        self,
+        *,
+        folder: str,
+        every_n_steps: int = 1000,
+        keep_last: int = 2,
+        ask_every_n_steps: int = 10,
+    ):
+        if min(every_n_steps, keep_last, ask_every_n_steps) < 1:
             raise ValueError(
-                "every_n_steps and keep_last must be at least 1, "
-                f"got {every_n_steps} and {keep_last}"
+                "every_n_steps, keep_last and ask_every_n_steps must be at least 1, "
+                f"got {every_n_steps}, {keep_last} and {ask_every_n_steps}"
             )
+        self.ask_every_n_steps = ask_every_n_steps
         self.folder = Path(folder)
         self.every_n_steps = every_n_steps
         self.keep_last = keep_last
@@ -74,7 +81,7 @@ class Checkpoints(Checkpoint):
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx) -> None:
         step = trainer.global_step
-        is_asked = trainer.world_size == 1 or step % _ASKS_EVERY == 0
+        is_asked = trainer.world_size == 1 or step % self.ask_every_n_steps == 0
         stops = is_asked and self._is_told_to_stop(trainer)
         if _validates_at(trainer, step):
             return

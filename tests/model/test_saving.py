@@ -133,7 +133,9 @@ def test_a_second_interrupt_later_stops_at_once(tmp_path, monkeypatch):
 
 def test_outside_the_main_thread_signals_are_left_alone(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=Checkpoints(folder=str(tmp_path))._catch_signals)
+    callback = Checkpoints(folder=str(tmp_path))
+    trainer = Trainer(logger=False, enable_checkpointing=False)
+    thread = threading.Thread(target=callback._catch_signals, args=(trainer,))
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before

@@ -16,12 +16,13 @@ from wandb.proto import wandb_internal_pb2
 import model.wandb_logger
 from model.block_sparse import BlockSparseAttention
 from model.callbacks import Metrics
-from model.checkpoint import AtomicCheckpointIO, Checkpoints
+from model.checkpoint import AtomicCheckpointIO
 from model.generation import sample_text
 from model.gpt import GPT
 from model.language_task import CausalLMTask
 from model.loggers import COLUMNS
 from model.optim import adamw
+from model.saving import Checkpoints
 from model.wandb_logger import GROUPS, PatientWandbLogger, chart_name, wandb_logger
 from model.wandb_media import WandbMedia
 
