@@ -30,8 +30,8 @@ class Checkpoints(Checkpoint):
     A save that fails (a full disk) is reported and training goes on: older checkpoints stay whole.
 
     SIGTERM, SIGUSR1 or Ctrl-C to any process of the run ends all of them after the same step, with
-    a checkpoint, by SystemExit 143 (130 after Ctrl-C). In a validation the checkpoint comes at once,
-    and again at its end, where the run stops. A later second Ctrl-C stops at once.
+    a checkpoint, by SystemExit 143 (130 after Ctrl-C). In a validation the checkpoint comes at
+    once, and again at its end, where the run stops. A later second Ctrl-C stops at once.
 
     Args:
         folder: the run's ``checkpoints`` folder.
