@@ -1,6 +1,6 @@
 """Gluon's names as the kernels use them: the one file that knows how they differ between releases.
 
-Served: the releases of versions.py. Importing this module needs one of them; rule.py asks first.
+Served: the releases of portable/versions.py. Importing this module needs one of them; rule.py asks first.
 """
 
 import triton
@@ -11,7 +11,7 @@ from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .versions import is_served
+from ..portable.versions import is_served
 
 if not is_served(triton.__version__):
     raise ImportError(f"the Hopper kernels do not know Gluon of Triton {triton.__version__}")

@@ -6,7 +6,7 @@
     kernel=None        hopper where it serves the call and was measured to be the faster one
                        (is_faster), else portable.
 
-Hopper serves, on a GPU of compute capability 9.0 with a release of Triton in versions.py: float16
+Hopper serves, on a GPU of compute capability 9.0 with a release of Triton in portable/versions.py: float16
 and bfloat16; headdim a multiple of 8 up to 128; dense batches, padded keys and packed sequences;
 causal and other windows whose first key some query sees; dropout; grouped heads; block masks of
 blocks of 128 or 256. q, k and v must be such that TMA can read them: 16-byte aligned, with strides
@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 
 from ..portable.launch import Problem
-from .versions import is_served
+from ..portable.versions import is_served
 
 MAX_HEADDIM = 128
 

@@ -8,10 +8,13 @@ the compiled kernel is called as triton.JITFunction.run calls it.
 
 from collections.abc import Callable
 
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+
+from .versions import is_served
 
 
 class Bounded(dict):
@@ -120,12 +123,14 @@ def _is_observed() -> bool:
 
 
 def _is_repeatable(compiled) -> bool:
-    """Whether alignment alone decides about the compiled kernel: not on AMD GPUs, whose kernels
-    also depend on the size of a tensor's storage, nor in the interpreter, which compiles nothing.
+    """Whether alignment alone decides about the compiled kernel, and how it is called is known: not
+    on AMD GPUs, whose kernels also depend on the size of a tensor's storage, nor in the
+    interpreter, which compiles nothing, nor with releases of Triton that have not been tried.
 
     A kernel that was only compiled (tests without a GPU) has no module."""
     return (
         isinstance(compiled, CompiledKernel)
+        and is_served(triton.__version__)
         and compiled.metadata.target.backend == "cuda"
         and compiled.module is not None
     )

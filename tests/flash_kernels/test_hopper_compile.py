@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_kernels.hopper.versions import is_served
+from flash_kernels.portable.versions import is_served
 
 ROOT = Path(__file__).parents[2]
 SHARED_BYTES = 227 * 1024
