@@ -1,6 +1,7 @@
 """Gluon's names as the kernels use them: the one file that knows how they differ between releases.
 
-Served: the releases of portable/versions.py. Importing this module needs one of them; rule.py asks first.
+Served: the releases of portable/versions.py. Importing this module needs one of them; rule.py asks
+first.
 """
 
 import triton

@@ -6,14 +6,15 @@
     kernel=None        hopper where it serves the call and was measured to be the faster one
                        (is_faster), else portable.
 
-Hopper serves, on a GPU of compute capability 9.0 with a release of Triton in portable/versions.py: float16
-and bfloat16; headdim a multiple of 8 up to 128; dense batches, padded keys and packed sequences;
-causal and other windows whose first key some query sees; dropout; grouped heads; block masks of
-blocks of 128 or 256. q, k and v must be such that TMA can read them: 16-byte aligned, with strides
-that are multiples of 16 bytes, and with padded keys one sequence behind the other. Softcap and
-ALiBi are portable. Forward and backward decide each by itself: both families share one contract.
-The backward of hopper adds up dq in any order, so that its last bits vary: deterministic=True and
-torch.use_deterministic_algorithms take the portable one, or refuse kernel="hopper".
+Hopper serves, on a GPU of compute capability 9.0 with a release of Triton in portable/versions.py:
+float16 and bfloat16; headdim a multiple of 8 up to 128; dense batches, padded keys and packed
+sequences; causal and other windows whose first key some query sees; dropout; grouped heads; block
+masks of blocks of 128 or 256. q, k and v must be such that TMA can read them: 16-byte aligned, with
+strides that are multiples of 16 bytes, and with padded keys one sequence behind the other. Softcap
+and ALiBi are portable. Forward and backward decide each by itself: both families share one
+contract. The backward of hopper adds up dq in any order, so that its last bits vary:
+deterministic=True and torch.use_deterministic_algorithms take the portable one, or refuse
+kernel="hopper".
 """
 
 import functools
