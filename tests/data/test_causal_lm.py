@@ -1,5 +1,6 @@
 """data/causal_lm.py: windows, order over processes and resumes, validation, global state."""
 
+import contextlib
 import inspect
 import math
 import multiprocessing
@@ -129,9 +130,11 @@ def test_workers_outlive_the_signal_that_stops_a_run(store_folder):
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(worker.pid, number)
     assert all(not torch.equal(next(iterator)["input_ids"], first["input_ids"]) for _ in range(9))
-    with pytest.raises(RuntimeError, match="DataLoader worker .* killed by signal: Terminated"):
+    with contextlib.suppress(RuntimeError):  # of DataLoader, if it hears of it before join does
         os.kill(worker.pid, signal.SIGTERM)
         worker.join(10)
+    worker.join(10)
+    assert worker.exitcode == -signal.SIGTERM
 
 
 def test_resume_continues_at_the_same_sample_with_any_batch_and_world_size(store_folder):

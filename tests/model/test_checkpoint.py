@@ -117,9 +117,12 @@ began = time.monotonic()
 save(2)
 one_save = time.monotonic() - began
 for share in sys.argv[2:]:
+    before = last()
     child = os.fork()
     while child == 0:
         save(last() + 1)
+    while last() == before:  # however slow the machine is now
+        time.sleep(0.001)
     time.sleep(float(share) * one_save)
     os.kill(child, 9)
     os.waitpid(child, 0)
@@ -129,13 +132,13 @@ for share in sys.argv[2:]:
 
 def test_50_kills_while_saving_lose_at_most_the_save_under_way(tmp_path):
     """TMPDIR is another file system, or none: nothing is written there."""
-    shares = np.random.default_rng(0).uniform(0.5, 4.0, 50)  # of the time that a save takes
+    shares = np.random.default_rng(0).uniform(0.0, 2.0, 50)  # of the time that a save takes
     command = [sys.executable, "-c", SAVES_FOR_EVER, str(tmp_path), *map(str, shares)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": "/dev/shm"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     with process.stdout as lines:
         written = [int(line) for line in lines]
-    assert process.wait() == 0 and len(written) == 50 and written[-1] > 5
+    assert process.wait() == 0 and len(written) == 50 and written[-1] > 50
     manifest = read_manifest(tmp_path)
     for step in range(1, written[-1] + 1):
         path = tmp_path / f"step-{step:08d}.ckpt"
