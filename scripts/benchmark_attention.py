@@ -2,11 +2,11 @@
 
 Suites: speed (D64 x 32 heads, D128 x 16 heads, 16,384 tokens), dropout (what dropout costs), packed
 (varlen against dense), paper (arXiv 2205.14135, appendix E.6: batch 16, 8 heads, D64, fp16, dropout
-0.1, padding of up to 20 keys; memory without dropout and padding). Within a case the
-implementations take turns, on rotated inputs, and a time is a median of CUDA events, the GPU kept
-busy until a turn is queued, so that it is the kernels' time. What a call costs the host, where it
-is alone, is the suite host (batch 1, 8 heads, D64, 128 tokens). FLOPs: forward 4 * batch * nheads *
-seqlen^2 * headdim, half of it causal, backward 2.5 times.
+0.1, padding of up to 20 keys; memory without dropout and padding). What is compared, in a suite the
+implementations and the case without dropout or packing, takes turns on rotated inputs, and a time
+is a median of CUDA events, the GPU kept busy until a turn is queued: it is the kernels' time. What
+a call costs the host, where it is alone, is the suite host (batch 1, 8 heads, D64, 128 tokens).
+FLOPs: forward 4 * batch * nheads * seqlen^2 * headdim, half of it causal, backward 2.5 times.
 """
 
 import argparse
@@ -53,8 +53,8 @@ class Case:
         return forward * (0.5 if self.causal else 1.0) * (2.5 if direction == "backward" else 1.0)
 
 
-def cases_of(suite: str, quick: bool) -> list[tuple[Case, list[str]]]:
-    """Cases and the implementations that each runs."""
+def jobs_of(suite: str, quick: bool) -> list[tuple[list[Case], list[str]]]:
+    """Cases that are measured in turns, as their rows are compared, and the implementations."""
     seqlens = (1024, 4096) if quick else (1024, 2048, 4096, 8192, 16384)
     shapes = ((32, 64), (16, 128))
     grid = [
@@ -66,28 +66,23 @@ def cases_of(suite: str, quick: bool) -> list[tuple[Case, list[str]]]:
     if suite == "speed":
         rivals = ["sdpa_flash2", "sdpa_cudnn", "flex"]
         rivals += ["fa4"] * (importlib.util.find_spec("flash_attn") is not None)
-        return [(case, [*OURS, *rivals] + ["sdpa_math"] * (case.seqlen <= 4096)) for case in grid]
+        return [([case], [*OURS, *rivals] + ["sdpa_math"] * (case.seqlen <= 4096)) for case in grid]
     if suite == "dropout":
         return [
-            (dataclasses.replace(case, dropout_p=dropout_p), [*OURS, "sdpa_flash2"])
+            ([case, dataclasses.replace(case, dropout_p=0.1)], [*OURS, "sdpa_flash2"])
             for case in grid
-            for dropout_p in (0.0, 0.1)
         ]
     if suite == "packed":
-        return [
-            (dataclasses.replace(case, packed=packed), ["flash_portable"])
-            for case in grid
-            for packed in (False, True)
-        ]
+        return [([case, dataclasses.replace(case, packed=True)], list(OURS)) for case in grid]
     longest = 4096 if quick else 65536
-    cases = []
+    jobs = []
     for seqlen in (2**i for i in range(7, 17) if 2**i <= longest):
         implementations = ["flash_portable", "sdpa_flash2"] + ["sdpa_math"] * (seqlen <= 4096)
-        cases.append(
-            (Case(16, 8, 64, seqlen, False, 0.1, "float16", padded=True), ["flash_portable"])
+        jobs.append(
+            ([Case(16, 8, 64, seqlen, False, 0.1, "float16", padded=True)], ["flash_portable"])
         )
-        cases.append((Case(16, 8, 64, seqlen, False, 0.0, "float16"), implementations))
-    return cases
+        jobs.append(([Case(16, 8, 64, seqlen, False, 0.0, "float16")], implementations))
+    return jobs
 
 
 def make_forward(
@@ -144,31 +139,34 @@ def make_forward(
     return sdpa, leaves
 
 
-def measure(case: Case, implementations: list[str]) -> list[dict]:
-    """Rows of the record: one per implementation and direction; ms is None where it cannot run."""
-    makers = {impl: partial(make_forward, impl, case) for impl in implementations}
-    times, failures = time_in_turns(makers)
+def measure(cases: list[Case], implementations: list[str]) -> list[dict]:
+    """Rows of the record: one per case, implementation and direction; ms is None where it cannot
+    run."""
+    names = list(itertools.product(cases, implementations))
+    times, failures = time_in_turns(
+        {name: partial(make_forward, name[1], name[0]) for name in names}
+    )
     rows = []
-    for direction, impl in itertools.product(DIRECTIONS, implementations):
-        ms = times.get((impl, direction))
+    for direction, (case, impl) in itertools.product(DIRECTIONS, names):
+        ms = times.get(((case, impl), direction))
         rows.append(
             dict(
                 impl=impl, **dataclasses.asdict(case), nheads_k=case.nheads, direction=direction,
                 ms=ms, tflops=None if ms is None else case.flops(direction) / ms / 1e9,
-                failure=failures.get(impl),
+                failure=failures.get((case, impl)),
             )
         )  # fmt: skip
     return rows
 
 
-def kinds_to_compile(jobs: list[tuple[str, Case, list[str]]]) -> list[partial]:
+def kinds_to_compile(jobs: list[tuple[str, list[Case], list[str]]]) -> list[partial]:
     """One maker for each kernel that the jobs need, of the shortest sequence."""
     kinds = {}
-    for _, case, implementations in jobs:
-        for impl in set(implementations) - {"sdpa_flash2", "sdpa_cudnn", "sdpa_math"}:
-            key = dataclasses.astuple(
-                case if impl == "flex" else dataclasses.replace(case, batch=0, seqlen=0)
-            )
+    for _, cases, implementations in jobs:
+        compiled = set(implementations) - {"sdpa_flash2", "sdpa_cudnn", "sdpa_math"}
+        for case, impl in itertools.product(cases, compiled):
+            of_any_length = dataclasses.replace(case, batch=0, seqlen=int(case.seqlen > 2048))
+            key = case if impl == "flex" else of_any_length
             kinds.setdefault((impl, key), partial(make_forward, impl, case))
     return list(kinds.values())
 
@@ -222,17 +220,17 @@ def main() -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     kernels = [suite for suite in args.suites if suite != "host"]
-    jobs = [(suite, *job) for suite in kernels for job in cases_of(suite, args.quick)]
+    jobs = [(suite, *job) for suite in kernels for job in jobs_of(suite, args.quick)]
     compile_ahead(kinds_to_compile(jobs))
     if "host" in args.suites:
         for impl in ("flash_portable", "flash_hopper", "sdpa_flash2", "flex"):
             rows += [dict(row, suite="host") for row in measure_host(impl)]
-    for suite, case, implementations in track(jobs, "attention"):
-        measured = measure(case, implementations)
-        if suite == "paper" and not case.dropout_p:
+    for suite, cases, implementations in track(jobs, "attention"):
+        measured = measure(cases, implementations)
+        if suite == "paper" and not cases[0].dropout_p:
             for row in measured:
                 row["peak_gib"] = (
-                    peak_gib(case, row["impl"]) if row["direction"] == "forward" else None
+                    peak_gib(cases[0], row["impl"]) if row["direction"] == "forward" else None
                 )
         rows += [dict(row, suite=suite) for row in measured]
         torch.cuda.empty_cache()
