@@ -327,7 +327,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         path = Path(path)
         entry = {"step": checkpoint["global_step"]}
         if bad := not_finite(checkpoint.get("state_dict", {})):
-            _warn_unsaved(path, f"NaN or infinity in {', '.join(bad[:3])}")
+            warn_unsaved(path, f"NaN or infinity in {', '.join(bad[:3])}")
             return
 
         def write(file) -> None:
@@ -345,7 +345,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             write_atomically(path, write)
             write_manifest(path.parent, read_manifest(path.parent) | {path.name: entry})
         except OSError as error:
-            _warn_unsaved(path, str(error))
+            warn_unsaved(path, str(error))
 
     def load_checkpoint(self, path, map_location=None, weights_only: bool | None = True) -> dict:
         if is_sharded(Path(path)):  # of another run's strategy
@@ -353,7 +353,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return read_file(path)
 
 
-def _warn_unsaved(path: Path, reason: str) -> None:
+def warn_unsaved(path: Path, reason: str) -> None:
     warnings.warn(
         f"checkpoint {path} was not saved ({reason}); training goes on, older ones hold",
         stacklevel=3,

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from model.checkpoint import newest_intact, refuse_damaged
-from model.sharded import is_sharded
+from model.sharded import is_sharded, refuse_unsafe
 
 RECORDED_PACKAGES = "flashtrain torch triton lightning numpy datasets tiktoken wandb".split()
 
@@ -48,7 +48,7 @@ def plan_run(
 
     Raises:
         ValueError: resume is neither null nor auto, or both it and ckpt_path are given.
-            ckpt_path is damaged or in no run.
+            ckpt_path is damaged or in no run, or shards hold more than tensors and plain values.
         FileNotFoundError: there is no file at ckpt_path.
         FileExistsError: the name is taken and shared_name is set.
     """
@@ -66,6 +66,8 @@ def plan_run(
                 "run from weights use init_from"
             )
         refuse_damaged(path)
+        if is_sharded(path):
+            refuse_unsafe(path)
         folder = path.resolve().parent.parent
         return Run(folder, _read_id(folder) or _new_id(name), path)
     taken = [folder for folder in _runs_of(name, Path(root)) if any(folder.iterdir())]
@@ -73,6 +75,8 @@ def plan_run(
         for folder in reversed([Path(root) / name] if shared_name else taken):
             path = newest_intact(folder / "checkpoints")
             if path is not None:
+                if is_sharded(path):
+                    refuse_unsafe(path)
                 return Run(folder, _read_id(folder) or _new_id(name), path)
     folder = Path(root) / name
     if folder in taken and shared_name and any((folder / "checkpoints").glob("*.ckpt")):

@@ -5,14 +5,24 @@ import signal
 import threading
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_only
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import DTensor
 
-from model.checkpoint import MANIFEST, read_manifest, sync_folder, write_manifest
+from model.checkpoint import (
+    MANIFEST,
+    not_finite,
+    read_manifest,
+    sync_folder,
+    warn_unsaved,
+    write_manifest,
+)
 from model.sharded import finish, link, remove
 
 # SIGUSR1 is what SLURM's --signal is often set to.
@@ -174,14 +184,33 @@ class Checkpoints(Checkpoint):
     def _save_shards(self, trainer: Trainer, path: Path) -> None:
         """All processes write into a folder of a temporary name; the first one then renames it."""
         part = path.with_name(path.name + ".part")
-        if trainer.is_global_zero:
-            remove(part)
-        trainer.strategy.barrier()
-        trainer.save_checkpoint(part)
-        if trainer.is_global_zero:
-            entry = {"step": trainer.global_step, **finish(part, path)}
-            sync_folder(self.folder)
-            write_manifest(self.folder, read_manifest(self.folder) | {path.name: entry})
+        reason = None
+        try:
+            weights = trainer.lightning_module.state_dict()
+            own = {n: w.to_local() if isinstance(w, DTensor) else w for n, w in weights.items()}
+            if names := not_finite(own):
+                reason = f"NaN or infinity in {', '.join(names[:3])}"
+            elif trainer.is_global_zero:
+                remove(part)
+        except OSError as error:
+            reason = str(error)
+        agree = partial(trainer.strategy.reduce_boolean_decision, all=True)
+        is_written = agree(reason is None)
+        if is_written:
+            try:
+                trainer.save_checkpoint(part)
+            except (OSError, CheckpointException) as error:
+                reason = str(error)
+            is_written = agree(reason is None)
+        if is_written and trainer.is_global_zero:
+            try:
+                entry = {"step": trainer.global_step, **finish(part, path)}
+                sync_folder(self.folder)
+                write_manifest(self.folder, read_manifest(self.folder) | {path.name: entry})
+            except OSError as error:
+                reason = str(error)
+        if reason is not None:
+            warn_unsaved(path, reason)
         trainer.strategy.barrier()  # no one looks for it earlier
 
     def _tidy(self, path: Path, best: bool) -> None:

@@ -7,13 +7,15 @@ gets a checkpoint as from a single file.
 """
 
 import hashlib
+import io
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -22,6 +24,55 @@ META = "meta.pt"  # what is no weight and no optimizer state, by Lightning's str
 
 def is_sharded(path: Path) -> bool:
     return path.is_dir() and (path / META).is_file()
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Of torch.distributed.checkpoint's index, which torch opens with pickle alone: nothing but its
+    own classes and values of torch."""
+
+    _OTHERS = {
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+        ("torch", "Size"),
+        ("torch", "device"),
+        ("torch.serialization", "_get_layout"),
+    }
+
+    def find_class(self, module: str, name: str):
+        if (module, name) in self._OTHERS:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        for home in (metadata, filesystem):
+            found = getattr(home, name, None) if module == home.__name__ else None
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        raise ValueError(f"it calls {module}.{name}")
+
+
+def refuse_unsafe(folder: Path) -> None:
+    """Raise ValueError unless reading the folder builds tensors and plain values alone.
+
+    torch.distributed.checkpoint unpickles its index and whatever is no tensor without asking.
+    """
+    try:
+        with (folder / ".metadata").open("rb") as file:
+            index = _MetadataUnpickler(file).load()
+        for key, place in index.storage_data.items():
+            name = place.relative_path
+            if name != Path(name).name:
+                raise ValueError(f"a shard at {name!r}")
+            if isinstance(index.state_dict_metadata[key.fqn], metadata.BytesStorageMetadata):
+                with (folder / name).open("rb") as file:
+                    file.seek(place.offset)
+                    content = io.BytesIO(file.read(place.length))
+                torch.load(content, map_location="cpu", weights_only=True)
+    except Exception as error:  # of the pickle or what it builds: any
+        raise ValueError(
+            f"{folder} must be a sharded checkpoint of tensors and plain values: it is damaged, or "
+            f"holds more ({' '.join(str(error).split())[:160]})"
+        ) from error
 
 
 def digest(folder: Path) -> dict[str, Any]:
@@ -79,7 +130,12 @@ def _link_file(source: str | Path, target: str | Path) -> None:
 
 
 def load_whole(folder: Path) -> dict[str, Any]:
-    """What a single file of the same checkpoint holds, on the CPU."""
+    """What a single file of the same checkpoint holds, on the CPU.
+
+    Raises:
+        ValueError: of refuse_unsafe.
+    """
+    refuse_unsafe(folder)
     checkpoint = torch.load(folder / META, map_location="cpu", weights_only=True)
     state: dict[str, Any] = {}
     _load_state_dict(

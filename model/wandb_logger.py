@@ -123,7 +123,7 @@ class PatientWandbLogger(WandbLogger):
 
     @rank_zero_only
     def checkpoint_saved(self) -> None:
-        """Called by model.checkpoint.Checkpoints."""
+        """Called by model.saving.Checkpoints."""
         if self.checkpoints == "every":
             self._try("a checkpoint", self._send_checkpoints)
 
@@ -153,9 +153,9 @@ class PatientWandbLogger(WandbLogger):
                 "model",
                 metadata={**entry, "file": name, "listed_in": MANIFEST},
             )
-            artifact.add_file(
-                str(self.folder / name), name="model.ckpt", skip_cache=True, policy="immutable"
-            )
+            # A sharded checkpoint is a folder.
+            add = artifact.add_dir if (self.folder / name).is_dir() else artifact.add_file
+            add(str(self.folder / name), name="model.ckpt", skip_cache=True, policy="immutable")
             self.experiment.log_artifact(artifact, aliases=[*aliases, f"step-{entry['step']}"])
             sent.update(aliases)
 

@@ -37,6 +37,15 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in slow)
 
 
+@pytest.fixture
+def one_thread():
+    """Threads that wait for each other on a busy machine cost more than such small products."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class Workplace:
     """A folder with a small corpus, from which train.py runs as a user calls it."""
 

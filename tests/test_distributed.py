@@ -106,6 +106,13 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def wait_for(checkpoint, process):
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists():
+        assert time.monotonic() < deadline and process.poll() is None, "no checkpoint came"
+        time.sleep(0.02)
+
+
 def test_a_killed_process_is_said_and_the_run_restarts(workplace, monkeypatch):
     # As in scripts/train.sbatch: torchrun otherwise leaves the addresses of dead processes.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -115,10 +122,7 @@ def test_a_killed_process_is_said_and_the_run_restarts(workplace, monkeypatch):
     torchrun = launcher(2, "--max-restarts=1")
     process = workplace.start("run_name=killed", *options, *on_cpu("ddp", 2), launcher=torchrun)
     checkpoints = workplace.folder / "outputs/runs/killed/checkpoints"
-    deadline = time.monotonic() + 120
-    while not (checkpoints / "step-00000020.ckpt").exists():
-        assert time.monotonic() < deadline and process.poll() is None, "no checkpoint came"
-        time.sleep(0.02)
+    wait_for(checkpoints / "step-00000020.ckpt", process)
     os.kill(children(process.pid)[-1], signal.SIGKILL)
     killed = time.monotonic()
     out, error = process.communicate(timeout=180)
@@ -134,10 +138,7 @@ def test_sigterm_to_one_process_ends_all_with_a_checkpoint(workplace):
     options += ["callbacks.checkpoints.every_n_steps=10", *on_cpu("ddp", 2)]
     process = workplace.start("run_name=termed", *options, launcher=launcher(2))
     checkpoints = workplace.folder / "outputs/runs/termed/checkpoints"
-    deadline = time.monotonic() + 120
-    while not (checkpoints / "step-00000020.ckpt").exists():
-        assert time.monotonic() < deadline and process.poll() is None, "no checkpoint came"
-        time.sleep(0.02)
+    wait_for(checkpoints / "step-00000020.ckpt", process)
     os.kill(children(process.pid)[-1], signal.SIGTERM)
     out, error = process.communicate(timeout=60)
     step = int(out.split("stopped at step ")[1].split(";")[0])

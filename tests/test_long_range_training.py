@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
 
 import train
@@ -26,15 +25,6 @@ def fit(folder, *overrides):
     _, _, data, task, trainer = train.build(cfg)
     trainer.fit(task, data, weights_only=True)
     return data, task, trainer
-
-
-@pytest.fixture
-def one_thread():
-    """Threads that wait for each other on a busy machine cost more than such small products."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.slow

@@ -62,15 +62,6 @@ class Expressions:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-@pytest.fixture
-def one_thread():
-    """Threads that wait for each other on a busy machine cost more than such small products."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.slow
 def test_short_listops_is_learned(one_thread):
     torch.manual_seed(0)

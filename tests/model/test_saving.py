@@ -5,10 +5,12 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning import Callback, LightningDataModule, Trainer
+from torch.distributed.checkpoint import CheckpointException
 from torch.utils.data import DataLoader, IterableDataset
 
 from model import saving
@@ -176,3 +178,53 @@ def test_a_disk_that_is_full_after_a_save_ends_no_training(tmp_path, monkeypatch
     with pytest.warns(UserWarning, match="is not up to date.*No space left"):
         fit(tmp_path, every_n_steps=2)
     assert newest_intact(tmp_path).name == "step-00000006.ckpt"
+
+
+def several_processes(**more):
+    """A trainer that believes in another process, which agrees with this one."""
+    strategy = SimpleNamespace(
+        _save_distributed_checkpoint=True,
+        barrier=lambda: None,
+        reduce_boolean_decision=lambda mine, all: mine,
+        root_device=torch.device("cpu"),
+    )
+    trainer = SimpleNamespace(
+        strategy=strategy, world_size=2, global_step=4, is_global_zero=True, loggers=[],
+        callbacks=[], lightning_module=torch.nn.Linear(1, 1),
+    )  # fmt: skip
+    trainer.__dict__.update(more)
+    return trainer
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), CheckpointException("", {})])
+def test_shards_that_cannot_be_written_end_no_training(tmp_path, error):
+    def save(path):
+        raise error
+
+    with pytest.warns(UserWarning, match="step-00000004.ckpt was not saved"):
+        Checkpoints(folder=str(tmp_path)).save(several_processes(save_checkpoint=save))
+    assert newest_intact(tmp_path) is None
+
+
+def test_shards_that_are_not_finite_are_never_saved(tmp_path):
+    trainer = several_processes(save_checkpoint=lambda path: pytest.fail("saved"))
+    torch.nn.init.constant_(trainer.lightning_module.bias, float("nan"))
+    with pytest.warns(UserWarning, match="was not saved .NaN or infinity in bias"):
+        Checkpoints(folder=str(tmp_path)).save(trainer)
+
+
+def test_several_processes_ask_each_other_now_and_then(tmp_path):
+    asked = []
+
+    def reduce(mine, reduce_op):
+        asked.append(trainer.global_step)
+        return torch.tensor(signal.SIGTERM if trainer.global_step >= 20 else 0)
+
+    trainer = several_processes(val_check_batch=None, enable_validation=False)
+    trainer.strategy.reduce = reduce
+    callback = Checkpoints(folder=str(tmp_path), every_n_steps=1000)
+    callback.save = lambda trainer: None
+    with pytest.raises(SystemExit) as stopped:
+        for trainer.global_step in range(1, 99):
+            callback.on_train_batch_end(trainer, None, None, None, 0)
+    assert asked == [10, 20] and stopped.value.code == 143

@@ -2,13 +2,16 @@
 continued by several processes: tests/test_distributed.py."""
 
 import json
+import os
+import pickle
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from model.checkpoint import MANIFEST, AtomicCheckpointIO, is_intact, newest_intact, refuse_damaged
-from model.sharded import META, digest, finish, is_sharded, link, remove
+from model.run import plan_run
+from model.sharded import META, digest, finish, is_sharded, link, load_whole, remove
 
 
 @pytest.fixture
@@ -58,3 +61,54 @@ def test_a_second_name_outlives_the_first(checkpoint):
     remove(path)
     remove(path)
     assert not path.exists() and digest(best) == entry
+
+
+class Malice:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def list_again(path):
+    entry = {"step": 4, **digest(path)}
+    (path.parent / MANIFEST).write_text(json.dumps({path.name: entry}))
+
+
+@pytest.mark.parametrize("place", ["index", "value", "torch's own function"])
+def test_a_malicious_one_is_refused_before_anything_of_it_runs(checkpoint, place, tmp_path):
+    path, weights = checkpoint
+    if place == "index":
+        (path / ".metadata").write_bytes(pickle.dumps(Malice(tmp_path / "made")))
+    elif place == "value":
+        value = {"state_dict": weights, "optimizer_0": {"x": Malice(tmp_path / "made")}}
+        dcp.save(value, checkpoint_id=path, no_dist=True)
+    else:
+        home = b"torch.distributed.checkpoint.metadata"
+        (path / ".metadata").write_bytes(b"c" + home + b"\nos.mkdir\n.")
+    list_again(path)
+    with pytest.raises(
+        ValueError, match="must be a sharded checkpoint of tensors and plain values"
+    ):
+        load_whole(path)
+    moved = tmp_path / "runs/mine/checkpoints" / path.name
+    moved.parent.mkdir(parents=True)
+    path.rename(moved)
+    list_again(moved)
+    for options in (dict(resume="auto"), dict(ckpt_path=str(moved))):
+        with pytest.raises(ValueError, match="must be a sharded checkpoint"):
+            plan_run("mine", str(tmp_path / "runs"), **options)
+    assert not (tmp_path / "made").exists()
+
+
+def test_shards_lie_in_the_folder(checkpoint):
+    path, _ = checkpoint
+    index = pickle.loads((path / ".metadata").read_bytes())
+    for place in index.storage_data.values():
+        place.relative_path = f"../{place.relative_path}"
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(ValueError, match="a shard at '../"):
+        load_whole(path)
