@@ -44,7 +44,7 @@ class PackedRows(NamedTuple):
 
 
 def pack_documents(offsets: np.ndarray, seqlen: int, max_documents: int) -> PackedRows:
-    """Pack all documents into rows of `seqlen` inputs; about a second a million documents.
+    """Pack all documents into rows of `seqlen` inputs.
 
     Args:
         offsets: (num_documents + 1,) int64, where each document starts in its split.
