@@ -20,11 +20,11 @@ flight where the loop jumps back: ptxas then makes every product wait (C7514).
 
 Barriers and their arrival counts, one phase for each use of the buffer:
     k_full, v_full    1: the producer's expect, completed by the bytes of two TMA loads. Used once.
-    q_full, do_full   129: the expect, and the cp.async copies of each of the producer's 128
-                      threads: lse beside Q, delta beside dO.
-    keys_full         128: the cp.async copies of the rows' dropout keys. Freed by q_empty.
-    q_empty, do_empty 256: every thread of both consumers, after its warpgroup waited for the
-                      products that read the buffer; what was copied beside it is in registers.
+    q_full            1: the expect, completed by the bytes of Q.
+    do_full           2: the expect, completed by the bytes of dO, and the producer once its threads
+                      have stored the words of the rows: lse, delta, dropout keys.
+    empty             2: each consumer, when its warpgroup has waited for the products that read Q
+                      and dO and holds the words in registers.
     ds_full           2: each consumer after its half of dS^T is stored and fenced.
     done              2: each consumer after its last product. Used once: dk is stored where the
                       other consumer read K.
@@ -36,7 +36,7 @@ from ..portable import tiles
 from .addressing import coordinates, sequence_place
 from .backward_producer import BLOCK_KEYS, KEYS, produce, tile_at, walk_of_head
 from .gluon_api import (
-    arrive_threads,
+    arrive_warpgroup,
     dscores_of_signed,
     fence_async_shared,
     gl,
@@ -57,10 +57,10 @@ from .masking import hide, hide_tokens
 
 @jit
 def _add_dq(
-    dq, dq_desc, dq_smem, place_q, head, tile, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr,
-    IS_RAGGED: gl.constexpr,
+    dq, dq_desc, dq_smem, empty, place_q, head, tile, CONSUMER: gl.constexpr,
+    BLOCK_M: gl.constexpr, IS_RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Hand this consumer's part of dq to TMA, which adds it in global memory."""
+    """Hand this consumer's part of dq to TMA, which adds it in global memory, and free the tile."""
     COLUMNS: gl.constexpr = dq.shape[1]
     own = dq_smem.index(CONSUMER)
     # TMA has read what was here before, and every warp knows.
@@ -68,6 +68,7 @@ def _add_dq(
     partition_barrier()
     own.reshape([KEYS, COLUMNS]).store(dq)
     fence_async_shared()
+    mbarrier.arrive(empty)  # all threads were at the barrier above
     row = tile * BLOCK_M
     column = 0
     if BLOCK_M == 64:
@@ -150,7 +151,7 @@ def _consume(
     IS_CUT: gl.constexpr = HAS_LEFT or HAS_RIGHT or HAS_TAIL
     q_smem, dout_smem, k_smem, v_smem = buffers
     lse_smem, delta_smem, row_keys_smem, row_multipliers_smem = row_buffers
-    k_full, v_full, q_full, q_empty, do_full, do_empty, keys_full = barriers
+    k_full, v_full, q_full, do_full, empty = barriers
     dtype: gl.constexpr = q_smem.dtype
     k = k_smem.index(CONSUMER).reshape([KEYS, HEADDIM])
     v = v_smem.index(CONSUMER).reshape([KEYS, HEADDIM])
@@ -217,7 +218,7 @@ def _consume(
             if HAS_DROPOUT:
                 # This wait ends the basic block, so that no key takes a register before the
                 # exponentials are done.
-                mbarrier.wait(keys_full.index(stage), phase)
+                mbarrier.wait(do_full.index(stage), phase)
                 # The sign keeps what is dropped: negative there.
                 probs = negate_dropped(
                     probs,
@@ -240,7 +241,7 @@ def _consume(
             dv_token = warpgroup_mma(operand, dout, dv, is_async=True)
             ds_smem.index(half * 2 + CONSUMER).store(dscores)
             fence_async_shared()
-            mbarrier.arrive(ds_full.index(half))
+            arrive_warpgroup(ds_full.index(half))
             operand = gl.convert_layout(dscores, OPERAND, assert_trivial=True)
             dk_token = warpgroup_mma(operand, q, dk, is_async=True)
             mbarrier.wait(ds_full.index(half), half_phase)
@@ -253,15 +254,14 @@ def _consume(
                 _queries(ds_smem.index(half * 2 + 1), CONSUMER, BLOCK_M).permute([1, 0]),
                 _dq_columns(k_smem.index(1), CONSUMER, BLOCK_M), dq_token, is_async=True,
             )  # fmt: skip
-            dv, dk_token, dq_token = warpgroup_mma_wait(3, deps=[dv_token, dk_token, dq_token])
-            arrive_threads(do_empty.index(stage))
-            dk, dq_token = warpgroup_mma_wait(2, deps=[dk_token, dq_token])
-            arrive_threads(q_empty.index(stage))
-            dq = warpgroup_mma_wait(0, deps=[dq_token])
-            _add_dq(dq, dq_desc, dq_smem, place_q, head, tile, CONSUMER, BLOCK_M, IS_RAGGED)
+            dv, dk, dq = warpgroup_mma_wait(0, deps=[dv_token, dk_token, dq_token])
+            _add_dq(
+                dq, dq_desc, dq_smem, empty.index(stage), place_q, head, tile, CONSUMER, BLOCK_M,
+                IS_RAGGED,
+            )  # fmt: skip
             index += 1
 
-    mbarrier.arrive(done.index(0))
+    arrive_warpgroup(done.index(0))
     mbarrier.wait(done.index(0), 0)
     k.store((dk * dk_scale).to(dtype))
     v.store((dv * dv_scale).to(dtype))
@@ -350,10 +350,8 @@ def attention_backward_kernel(
     k_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    keys_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     done = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     mbarrier.init(k_full.index(0), count=1)
@@ -362,16 +360,14 @@ def attention_backward_kernel(
     for half in gl.static_range(2):
         mbarrier.init(ds_full.index(half), count=2)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(stage), count=129)
-        mbarrier.init(do_full.index(stage), count=129)
-        mbarrier.init(keys_full.index(stage), count=128)
-        mbarrier.init(q_empty.index(stage), count=256)
-        mbarrier.init(do_empty.index(stage), count=256)
+        mbarrier.init(q_full.index(stage), count=1)
+        mbarrier.init(do_full.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
 
     buffers = (q_smem, dout_smem, k_smem, v_smem)
     row_buffers = (lse_smem, delta_smem, row_keys_smem, row_multipliers_smem)
-    barriers = (k_full, v_full, q_full, q_empty, do_full, do_empty, keys_full)
+    barriers = (k_full, v_full, q_full, do_full, empty)
     place_k = (batch_index, first_k, keys_end)
     position = (place_q, place_k, head_k, group_size, col_begin)
     gl.warp_specialize([

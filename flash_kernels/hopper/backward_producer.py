@@ -2,7 +2,7 @@
 
 from ..portable import sparse
 from .addressing import coordinates
-from .gluon_api import async_arrive_after_copies, cp_async, gl, jit, mbarrier, ring, tma_load
+from .gluon_api import arrive_warpgroup, gl, jit, mbarrier, ring, tma_load
 
 # Keys of a consumer, and of a block.
 KEYS: gl.constexpr = gl.constexpr(64)
@@ -33,12 +33,6 @@ def tile_at(walk, position, SUB: gl.constexpr):
 
 
 @jit
-def _copy_rows(smem, words_ptr, rows, seqlen_q):
-    """cp.async of one of the four words of query rows; zeros from seqlen_q on."""
-    cp_async(smem, words_ptr + rows * 4, mask=rows < seqlen_q)
-
-
-@jit
 def produce(
     descs, row_ptrs, buffers, row_buffers, barriers, position, walk, lse_strides,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IS_RAGGED: gl.constexpr,
@@ -50,7 +44,7 @@ def produce(
     words_ptr, int_words_ptr = row_ptrs
     q_smem, dout_smem, k_smem, v_smem = buffers
     lse_smem, delta_smem, row_keys_smem, row_multipliers_smem = row_buffers
-    k_full, v_full, q_full, q_empty, do_full, do_empty, keys_full = barriers
+    k_full, v_full, q_full, do_full, empty = barriers
     place_q, place_k, head_k, group_size, col_begin = position
     batch_index, first_q, seqlen_q = place_q
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -73,21 +67,25 @@ def produce(
             stage, phase = ring(index, STAGES)
             rows = tile * BLOCK_M + gl.arange(0, BLOCK_M, THREADS)
             coords = coordinates(place_q, head, tile * BLOCK_M, 0, IS_RAGGED)
+            # The words of the rows are under way while the buffers are still in use.
+            inside = rows < seqlen_q
+            row_words = words_ptr + offset + rows * 4
+            lse = gl.load(row_words, mask=inside, other=0.0)
+            delta = gl.load(row_words + 1, mask=inside, other=0.0)
+            if HAS_DROPOUT:
+                row_words = int_words_ptr + offset + rows * 4
+                row_keys = gl.load(row_words + 2, mask=inside, other=0)
+                row_multipliers = gl.load(row_words + 3, mask=inside, other=0)
             # The wait for the phase before the first passes at once: the ring starts empty.
-            mbarrier.wait(q_empty.index(stage), phase ^ 1)
+            mbarrier.wait(empty.index(stage), phase ^ 1)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
             tma_load(q_desc, coords, q_full.index(stage), q_smem.index(stage))
-            _copy_rows(lse_smem.index(stage), words_ptr + offset, rows, seqlen_q)
-            async_arrive_after_copies(q_full.index(stage))
-            if HAS_DROPOUT:
-                _copy_rows(row_keys_smem.index(stage), int_words_ptr + offset + 2, rows, seqlen_q)
-                _copy_rows(
-                    row_multipliers_smem.index(stage), int_words_ptr + offset + 3, rows, seqlen_q
-                )
-                async_arrive_after_copies(keys_full.index(stage))
-            mbarrier.wait(do_empty.index(stage), phase ^ 1)
             mbarrier.expect(do_full.index(stage), dout_desc.block_type.nbytes)
             tma_load(dout_desc, coords, do_full.index(stage), dout_smem.index(stage))
-            _copy_rows(delta_smem.index(stage), words_ptr + offset + 1, rows, seqlen_q)
-            async_arrive_after_copies(do_full.index(stage))
+            lse_smem.index(stage).store(lse)
+            delta_smem.index(stage).store(delta)
+            if HAS_DROPOUT:
+                row_keys_smem.index(stage).store(row_keys)
+                row_multipliers_smem.index(stage).store(row_multipliers)
+            arrive_warpgroup(do_full.index(stage))
             index += 1

@@ -9,25 +9,23 @@ blocks first. A position of the walk means the same tile to the producer and to 
 
 FlashAttention-3 (arXiv 2407.08608), algorithm 2: the scores of a tile are issued before the product
 of probabilities and values of the tile before, whose matrix instructions then run beside the
-softmax. What differs: consumers are not synchronised with each other, and each thread arrives by
-itself at the barriers that free a buffer.
+softmax. What differs: consumers are not synchronised with each other.
 
 Barriers and their arrival counts, one phase for each use of the buffer:
     q_full[t, c]      1: the producer's expect, completed by the bytes of the TMA load, or its
                       arrival when no row tile is left. It publishes the number of the row tile,
                       too. Row tiles take the two sets t of Q buffers in turn.
-    q_empty[t, c]     128: every thread of consumer c, once TMA has read the output that it left in
-                      the buffer.
+    q_empty[t, c]     1: consumer c, once TMA has read the output that it left in the buffer.
     k_full, v_full    1: like q_full.
-    k_empty, v_empty  128 * NUM_CONSUMERS: every thread of every consumer, once each tile, after its
-                      warpgroup waited for the matrix instructions that read the buffer.
+    k_empty, v_empty  NUM_CONSUMERS: every consumer, once each tile, after its warpgroup waited for
+                      the matrix instructions that read the buffer.
 """
 
 from ..portable import tiles
 from .addressing import coordinates
 from .forward_producer import ROWS, locate, produce, receive, tile_at
 from .gluon_api import (
-    arrive_threads,
+    arrive_warpgroup,
     fence_async_shared,
     gl,
     jit,
@@ -128,7 +126,6 @@ def _attend_tile(
         column_keys_ptr, lists, start, index, keys_end, SCORES, BLOCK_N, SUB, HAS_DROPOUT
     )
     scores, acc_token = warpgroup_mma_wait(1, deps=[scores_token, acc_token])
-    arrive_threads(k_empty.index(stage))
     values, row_max, row_sum, decay = _softmax(
         scores, row_max, row_sum, seen, lists, start, index, scale_log2, BLOCK_N, SUB, HAS_LEFT,
         HAS_TOKENS, MASK_M, MASKED,
@@ -137,7 +134,8 @@ def _attend_tile(
     # softmax, ahead of every exponential, and the products no longer run beside them.
     mbarrier.wait(k_full.index(stage_after), phase_after, pred=index + 1 < num_tiles)
     acc, values, row_sum = warpgroup_mma_wait(0, deps=[acc_token, values, row_sum])
-    arrive_threads(v_empty.index(stage_before))
+    arrive_warpgroup(k_empty.index(stage))
+    mbarrier.arrive(v_empty.index(stage_before), count=1)
     # Behind that wait, where ptxas cannot compare early and then store 64 predicates.
     if HAS_DROPOUT:
         values = zero_dropped(
@@ -209,9 +207,9 @@ def _attend_rows(
             if first > 0:
                 stage, phase = ring(base, STAGES)
                 mbarrier.wait(k_full.index(stage), phase)
-                arrive_threads(k_empty.index(stage))
+                arrive_warpgroup(k_empty.index(stage))
                 mbarrier.wait(v_full.index(stage), phase)
-                arrive_threads(v_empty.index(stage))
+                arrive_warpgroup(v_empty.index(stage))
     seen = (starts, limits, full, left, mask_line)
     row_keys = rows
     row_multipliers = rows
@@ -234,9 +232,9 @@ def _attend_rows(
     if turn > 0:
         # By now TMA has read the output of the row tile before.
         store_wait(0)
-        arrive_threads(q_empty.index(NUM_CONSUMERS + 2 * CONSUMER - slot))
+        arrive_warpgroup(q_empty.index(NUM_CONSUMERS + 2 * CONSUMER - slot))
     scores = warpgroup_mma_wait(0, deps=[scores_token])
-    arrive_threads(k_empty.index(stage))
+    arrive_warpgroup(k_empty.index(stage))
     values, row_max, row_sum, _ = _softmax(
         scores, row_max, row_sum, seen, lists, start, first, scale_log2, BLOCK_N, SUB, HAS_LEFT,
         HAS_TOKENS, MASK_M, MASKED or HAS_TAIL,
@@ -259,7 +257,7 @@ def _attend_rows(
     v = v_smem.index(stage).reshape([BLOCK_N, HEADDIM])
     acc_token = warpgroup_mma(probs, v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc_token])
-    arrive_threads(v_empty.index(stage))
+    arrive_warpgroup(v_empty.index(stage))
 
     # A row that saw no key keeps row_max = -inf and row_sum = 0: out = 0 and lse = -inf.
     normaliser = gl.where(row_sum == 0.0, 1.0, row_sum)
@@ -361,12 +359,12 @@ def attention_forward_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for slot in gl.static_range(2 * NUM_CONSUMERS):
         mbarrier.init(q_full.index(slot), count=1)
-        mbarrier.init(q_empty.index(slot), count=128)
+        mbarrier.init(q_empty.index(slot), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=128 * NUM_CONSUMERS)
-        mbarrier.init(v_empty.index(stage), count=128 * NUM_CONSUMERS)
+        mbarrier.init(k_empty.index(stage), count=NUM_CONSUMERS)
+        mbarrier.init(v_empty.index(stage), count=NUM_CONSUMERS)
     fence_async_shared()
 
     items = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -9,7 +9,7 @@ that no block has taken. The producer passes the numbers to the consumers beside
 
 from ..portable import sparse, tiles
 from .addressing import coordinates, sequence_place
-from .gluon_api import gl, jit, mbarrier, ring, tma_load
+from .gluon_api import arrive_warpgroup, gl, jit, mbarrier, ring, tma_load
 
 # Query rows of a warpgroup: one matrix instruction high.
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -170,4 +170,4 @@ def produce(
             item = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
     slot = _post(items, barriers, turn, item * 0 - 1, NUM_CONSUMERS)
     for consumer in gl.static_range(NUM_CONSUMERS):
-        mbarrier.arrive(q_full.index(slot + consumer), count=1)
+        arrive_warpgroup(q_full.index(slot + consumer))

@@ -29,11 +29,6 @@ partition_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.b
 _NEW_NAMES = hasattr(hopper.tma, "async_load")
 tma_load = hopper.tma.async_load if _NEW_NAMES else hopper.tma.async_copy_global_to_shared
 tma_store = hopper.tma.async_store if _NEW_NAMES else hopper.tma.async_copy_shared_to_global
-cp_async = (
-    hopper.async_copy.async_load
-    if hasattr(hopper.async_copy, "async_load")
-    else hopper.async_copy.async_copy_global_to_shared
-)
 
 if hasattr(hopper.tma, "async_atomic_add"):
     tma_reduce_add = hopper.tma.async_atomic_add
@@ -48,21 +43,15 @@ else:
 
 
 @gluon.jit
-def async_arrive_after_copies(barrier):
-    """One arrival of every thread of the partition, once the cp.async copies it issued are done.
+def arrive_warpgroup(barrier):
+    """One arrival for all threads of the partition, once they are all here.
 
-    The threads go on at once and do not synchronise; the barrier's count has to include them.
+    Never cp.async.mbarrier.arrive, by which every thread would arrive for itself: when other
+    processes use the GPU and it takes a block off its multiprocessor in the middle, such an arrival
+    with copies under way can get lost (seen on H200), and the block waits for ever.
     """
-    hopper.async_copy.mbarrier_arrive(barrier, increment_count=False)
-
-
-@gluon.jit
-def arrive_threads(barrier):
-    """One arrival of every thread of the partition, so a count is 128 for each warpgroup.
-
-    mbarrier.arrive would synchronise the warpgroup first, to arrive once for all.
-    """
-    hopper.async_copy.mbarrier_arrive(barrier, increment_count=False)
+    partition_barrier()
+    mbarrier.arrive(barrier, count=1)
 
 
 @gluon.jit
@@ -147,8 +136,8 @@ def dscores_of_signed(signed_probs, dprobs, delta):
 
 
 __all__ = [
-    "TensorDescriptor", "arrive_threads", "async_arrive_after_copies", "cp_async",
-    "dscores_of_signed", "fence_async_shared", "gl", "jit", "mbarrier", "negate_dropped",
-    "partition_barrier", "ring", "round_positive", "store_wait", "tma_load", "tma_reduce_add",
-    "tma_store", "warpgroup_mma", "warpgroup_mma_wait", "zero_dropped",
+    "TensorDescriptor", "arrive_warpgroup", "dscores_of_signed", "fence_async_shared", "gl", "jit",
+    "mbarrier", "negate_dropped", "partition_barrier", "ring", "round_positive", "store_wait",
+    "tma_load", "tma_reduce_add", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
+    "zero_dropped",
 ]  # fmt: skip

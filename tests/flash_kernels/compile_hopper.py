@@ -133,6 +133,7 @@ def figures(kernel) -> dict:
         "spills": int(re.search(r"(\d+) bytes spill stores", log)[1]),
         "warnings": [line for line in log.splitlines() if "C75" in line or "warning" in line],
         "products": len(re.findall(r"\bHGMMA\b", code)),
+        "asynchronous_arrivals": kernel.asm["ptx"].count("cp.async.mbarrier.arrive"),
         "loops": [describe_loop(loop) for loop in loops_with_products(code)],
     }
 

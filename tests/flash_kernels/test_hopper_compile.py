@@ -34,6 +34,8 @@ def check(kernel: dict, most_spills: int) -> None:
     assert kernel["spills"] <= most_spills, kernel
     # Among them C7510 to C7512: matrix instructions that wait for each other.
     assert not kernel["warnings"], kernel["warnings"]
+    # They get lost when the GPU is shared: gluon_api.arrive_warpgroup.
+    assert kernel["asynchronous_arrivals"] == 0, kernel
 
 
 def check_forward(kernel: dict) -> None:
