@@ -14,6 +14,7 @@ from model.bert_loss import bert_loss, piece_of, with_host_counts
 from model.context_parallel import ContextParallel, split_sequences
 from model.loss import IGNORE, linear_next_token_loss
 from model.positions import EXTENSIONS, extend_in_place
+from model.recompute import set_recompute
 from model.task import TrainingTask, say
 from model.warm_start import load_into
 
@@ -26,6 +27,7 @@ class LanguageModelTask(TrainingTask):
         micro_batch_tokens: tokens of one forward and backward on one device, padding included.
         loss_chunk_tokens: tokens whose logits exist at once.
         compile: compile with torch.compile.
+        recompute: activation checkpointing (model.recompute): "none", "selective" or "full".
         extend_positions: how a position table grows, that of weights to start from to the model's
             or that of a context warm-up: "tile" or "interpolate"
             (model.positions.extend_positions).
@@ -51,6 +53,7 @@ class LanguageModelTask(TrainingTask):
         micro_batch_tokens: int = 65536,
         loss_chunk_tokens: int = 8192,
         compile: bool = False,
+        recompute: str = "none",
         extend_positions: str = "tile",
         seed: int = 1111,
     ):
@@ -75,6 +78,7 @@ class LanguageModelTask(TrainingTask):
                 f"extend_positions must be one of {', '.join(EXTENSIONS)}, got {extend_positions!r}"
             )
         self.check_model(model)
+        set_recompute(model, recompute)
         self.extend_positions = extend_positions
         self.micro_batch_tokens = micro_batch_tokens
         self.loss_chunk_tokens = loss_chunk_tokens
@@ -127,6 +131,7 @@ class CausalLMTask(LanguageModelTask):
         micro_batch_tokens: int = 65536,
         loss_chunk_tokens: int = 8192,
         compile: bool = False,
+        recompute: str = "none",
         extend_positions: str = "tile",
         final_context: int | None = None,
         seed: int = 1111,
@@ -142,6 +147,7 @@ class CausalLMTask(LanguageModelTask):
             micro_batch_tokens=micro_batch_tokens,
             loss_chunk_tokens=loss_chunk_tokens,
             compile=compile,
+            recompute=recompute,
             extend_positions=extend_positions,
             seed=seed,
         )
