@@ -48,8 +48,9 @@ RATIOS = (("ours", "plain"), ("ours_dropout", "plain_dropout"), ("ours_dropout",
 _TRAINER_STEPS = 60
 
 
-def serve(pipe, name: str, setting: Setting) -> None:
-    """A contestant's process: build, say so, then time as many steps as it is asked for."""
+def serve(pipe, name: str, setting: Setting, num_kernels: int = 0) -> None:
+    """A contestant's process: build, say so with its slowest kernels, then time as many steps as it
+    is asked for."""
     try:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -59,9 +60,10 @@ def serve(pipe, name: str, setting: Setting) -> None:
         text = (str(error).splitlines() or [""])[0]
         pipe.send({"failure": f"{type(error).__name__}: {text}"[:160]})
         return
+    kernels = slowest_kernels(racer.step, num_kernels) if num_kernels else {}
     release_memory()
     facts = {"micro_batch": racer.micro_batch, "peak_gib": peak and peak / 2**30}
-    pipe.send({**facts, "failure": None})
+    pipe.send({**facts, "failure": None, **({"kernels_ms": kernels} if kernels else {})})
     while (steps := pipe.recv()) is not None:
         racer.step()  # what it gave back comes again
         _wait()
@@ -74,19 +76,38 @@ def serve(pipe, name: str, setting: Setting) -> None:
         pipe.send(seconds)
 
 
+def slowest_kernels(step, count: int) -> dict[str, float]:
+    """Name -> milliseconds a step, of the `count` that take the most, and "all" (operators, where
+    there is no GPU). Three steps are profiled."""
+    has_gpu = torch.cuda.is_available()
+    kind = torch.profiler.ProfilerActivity.CUDA if has_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as profile:
+        for _ in range(3):
+            step()
+        _wait()
+    field = "self_device_time_total" if has_gpu else "self_cpu_time_total"
+    times = {event.key: getattr(event, field) / 3000 for event in profile.key_averages()}
+    slowest = sorted(times, key=times.get, reverse=True)[:count]
+    return {"all": sum(times.values()), **{name[:120]: times[name] for name in slowest}}
+
+
 def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def race(setting: Setting, names: list[str], rounds: int, steps: int) -> list[dict]:
+def race(
+    setting: Setting, names: list[str], rounds: int, steps: int, num_kernels: int = 0
+) -> list[dict]:
     """A row for each contestant: medians over the rounds."""
     spawn = multiprocessing.get_context("spawn")
     facts, pipes, processes = {}, {}, []
     try:
         for name in track(names, f"{setting.model} {setting.seqlen}: building"):
             pipe, far_end = spawn.Pipe()
-            process = spawn.Process(target=serve, args=(far_end, name, setting), daemon=True)
+            process = spawn.Process(
+                target=serve, args=(far_end, name, setting, num_kernels), daemon=True
+            )
             process.start()
             far_end.close()
             processes.append(process)
@@ -207,6 +228,8 @@ def render(record: dict, console: Console) -> None:
     for row in record["rows"]:
         if row["failure"]:
             console.print(f"{row['impl']}, {row['model']} {row['seqlen']}: {row['failure']}")
+        for name, ms in row.get("kernels_ms", {}).items():
+            console.print(f"{row['impl']}, {row['model']} {row['seqlen']}: {ms:8.3f} ms {name}")
 
 
 def arguments() -> argparse.Namespace:
@@ -221,6 +244,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=65536, help="of an optimizer step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of a contestant in a round")
+    parser.add_argument("--kernels", type=int, default=0, help="profile: the slowest so many")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmark_training.json"))
     parser.add_argument("overrides", nargs="*", help="of train.py for ours, key=value")
     args = parser.parse_args()
@@ -242,7 +266,7 @@ def main() -> None:
         for seqlen in args.contexts:
             setting = Setting(model, seqlen, args.tokens, overrides=tuple(args.overrides))
             racers = [name for name in args.contestants if name != TRAINER]
-            rows += race(setting, racers, args.rounds, args.steps)
+            rows += race(setting, racers, args.rounds, args.steps, args.kernels)
             if TRAINER in args.contestants:
                 rows.append(run_trainer(setting))
             record = {

@@ -66,9 +66,12 @@ def test_what_cannot_run_is_reported():
 
 def test_race():
     """In a process of its own."""
-    (row,) = race(TINY, ["ours"], rounds=2, steps=1)
+    (row,) = race(TINY, ["ours"], rounds=2, steps=1, num_kernels=3)
     assert row["impl"] == "ours" and row["failure"] is None
     assert row["tokens_per_s"] > 0 and row["micro_batch"] == 4
+    total, *slowest = row["kernels_ms"].values()
+    assert len(slowest) == 3 and sorted(slowest, reverse=True) == slowest
+    assert 0 < sum(slowest) <= total
 
 
 def test_table_of_rates_and_ratios():
