@@ -52,7 +52,7 @@ def composed(*overrides):
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "text.txt"
-    path.write_text("Call me Ishmael. Some years ago, never mind how long precisely.\n" * 2000)
+    path.write_text("Call me Ishmael. Some years ago, never mind how long precisely.\n" * 6000)
     return path
 
 
