@@ -92,6 +92,8 @@ class ContextParallel:
 
 
 class _OverHeads:
+    """`inner` on the whole sequence, for this process's part of the heads."""
+
     def __init__(self, inner: Attention, context: ContextParallel) -> None:
         self.inner = inner
         self.context = context
@@ -120,6 +122,8 @@ class _OverHeads:
 
 
 class _OverRing:
+    """flash_kernels.ring for what `inner` computes: flash or block-sparse attention."""
+
     def __init__(self, inner: Attention, context: ContextParallel) -> None:
         self.inner = inner
         self.context = context

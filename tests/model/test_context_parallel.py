@@ -9,6 +9,7 @@ from model.bert import BERT
 from model.block_sparse import BlockSparseAttention
 from model.context_parallel import ContextParallel, split_sequences
 from model.gpt import GPT, places
+from model.wandb_media import pattern_pictures
 
 
 @pytest.fixture
@@ -60,6 +61,13 @@ def test_a_ring_cuts_no_block_and_no_pattern_of_a_document():
         split_sequences(model, 1, "ring", 32, packed=True)
     with pytest.raises(ValueError, match="a multiple of 64 tokens, got 32 and blocks of 16 x 16"):
         split_sequences(model, 2, "ring", 32)
+
+
+def test_a_split_model_still_shows_its_patterns():
+    pattern = dict(name="sliding_window", left=8, right=0, block_m=16, block_n=16)
+    model = make_gpt(attention=BlockSparseAttention(pattern, 32))
+    split_sequences(model, 1, "ring", 32)
+    assert list(pattern_pictures(model)) == ["sliding_window"]
 
 
 def test_groups_must_divide_the_processes(one_process):
