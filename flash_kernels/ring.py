@@ -356,8 +356,10 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, dout, dlse):
-    tensors, blocks = ctx.saved_tensors[:7], list(ctx.saved_tensors[7:])
-    gradients = torch.ops.flash_kernels.ring_backward(dout, *tensors, blocks, *ctx.options)
+    q, k, v, out, lse, cu_seqlens, seed, *blocks = ctx.saved_tensors
+    gradients = torch.ops.flash_kernels.ring_backward(
+        dout, q, k, v, out, lse, cu_seqlens, seed, blocks, *ctx.options
+    )
     return (*gradients, None, None, [None] * len(blocks), *(None,) * len(ctx.options))
 
 

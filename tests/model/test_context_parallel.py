@@ -4,11 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flash_kernels import flash_attention
 from model.attention import sdpa_attention
 from model.bert import BERT
 from model.block_sparse import BlockSparseAttention
 from model.context_parallel import ContextParallel, split_sequences
 from model.gpt import GPT, places
+from model.recompute import set_recompute
 from model.wandb_media import pattern_pictures
 
 
@@ -68,6 +70,28 @@ def test_a_split_model_still_shows_its_patterns():
     model = make_gpt(attention=BlockSparseAttention(pattern, 32))
     split_sequences(model, 1, "ring", 32)
     assert list(pattern_pictures(model)) == ["sliding_window"]
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_ring_is_recomputed_with_the_same_dropout(one_process, packed, how):
+    """Block-sparse, and within documents."""
+    pattern = dict(name="sliding_window", left=8, right=0, block_m=16, block_n=16)
+    attention = flash_attention if packed else BlockSparseAttention(pattern, 32)
+    model = make_gpt(nheads=1, attention=attention).train()
+    for block in model.blocks:
+        block.attention.dropout = 0.3
+    context = split_sequences(model, 1, "ring", 32, packed=packed)
+    options = dict(positions=context.positions(32), seqlen=32)
+    if packed:
+        options["cu_seqlens"] = torch.tensor([[0, 5, 32]], dtype=torch.int32)
+    found = []
+    for recompute in ("none", how):
+        set_recompute(model, recompute)
+        torch.manual_seed(3)
+        loss = model.hidden(torch.arange(32)[None], **options).square().mean()
+        found.append(torch.autograd.grad(loss, model.blocks[0].attention.qkv.weight)[0])
+    assert torch.equal(*found)
 
 
 def test_groups_must_divide_the_processes(one_process):
