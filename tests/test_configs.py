@@ -322,7 +322,7 @@ def test_later_overrides_win():
         (
             ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
             + ["context_parallel.size=2", "context_parallel.method=ring"],
-            "method=ring needs attention=flash and GPUs: use method=heads",
+            "method=ring needs attention=flash or block_sparse, and GPUs: use method=heads",
         ),
         (["model.nheads=3"], "dim .16. must be a multiple of nheads .3."),
         (["task.micro_batch_tokens=384"], "must divide into micro-batches of 3"),
@@ -338,6 +338,7 @@ def test_later_overrides_win():
 def test_wrong_configuration_says_what_to_do_in_one_line(
     overrides, message, tmp_path, text, monkeypatch
 ):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     # Both read HF_HUB_OFFLINE when they are imported, which an earlier test may have done.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
