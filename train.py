@@ -46,7 +46,12 @@ WANTS_TRACEBACK = bool(os.environ.get("HYDRA_FULL_ERROR"))
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
 BUILD_ERRORS = (
     *CONFIGURATION_ERRORS,
-    *(MisconfigurationException, NotImplementedError, ValueError, TypeError, OSError, ImportError),
+    MisconfigurationException,
+    NotImplementedError,
+    ValueError,
+    TypeError,
+    OSError,
+    ImportError,
 )
 
 
