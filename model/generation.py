@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from model.attention import KVCache
 from model.gpt import GPT
+from model.self_attention import KVCache
 
 
 @torch.no_grad()

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.attention import Attention, KVCache, Packing, auto_attention
+from model.attention import Attention, Packing, auto_attention
 from model.block_sparse import layer_attention
+from model.self_attention import KVCache
 from model.transformer import Block, Embeddings, init_normal
 
 INIT_STD = 0.02

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.attention import Attention, KVCache, Packing, SelfAttention, auto_attention
+from model.attention import Attention, Packing, auto_attention
+from model.self_attention import KVCache, SelfAttention
 
 
 class Embeddings(nn.Module):
