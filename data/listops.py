@@ -16,7 +16,7 @@ import hashlib
 import multiprocessing
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -155,7 +155,7 @@ def decode(tokens: np.ndarray) -> str:
     return " ".join(SYMBOLS[token] for token in np.asarray(tokens).tolist() if token != PAD)
 
 
-def _grow(tokens: list[int], depth: int, spec: ListOpsSpec, uniform) -> bool:
+def _grow(tokens: list[int], depth: int, spec: ListOpsSpec, uniform: Callable[[], float]) -> bool:
     """Append a random tree. False: it got too long, `tokens` are useless."""
     if depth >= spec.max_depth or uniform() > _OPERATOR_PROBABILITY:
         tokens.append(1 + int(10 * uniform()))
