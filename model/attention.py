@@ -10,7 +10,7 @@ nheads, headdim), k and v (batch, seqlen_k, nheads_k, headdim), options by keywo
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ def sdpa_attention(
     return F.pad(out, (0, 0, 0, 0, num_blind, 0)) if num_blind else out
 
 
-def auto_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+def auto_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """flash_kernels.flash_attention for CUDA tensors, sdpa_attention elsewhere; same arguments."""
     if q.is_cuda:
         # Imported on use: flash_kernels needs triton, which not every platform has.
@@ -132,7 +132,7 @@ def reference_attention(
     *,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
-    **options,
+    **options: Any,
 ) -> Tensor:
     """flash_kernels.reference.flash_attention, any device; same arguments.
 
@@ -196,7 +196,7 @@ def pack(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def packed_attention(
-    attention: Attention, q: Tensor, k: Tensor, v: Tensor, packing: Packing, **options
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, packing: Packing, **options: Any
 ) -> Tensor:
     """Self-attention within packed sequences.
 

@@ -9,6 +9,7 @@ that it is given, about 15 % of all.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +106,7 @@ class BERT(nn.Module):
         if nsp_head and not pooler:
             raise ValueError("nsp_head reads the pooler: set pooler=True or nsp_head=False")
         #: Constructor arguments but attention, as plain values: BERT(**config) is the same shape.
-        self.config = {**sizes, **dropouts, "position_offset": position_offset}
+        self.config: dict[str, Any] = {**sizes, **dropouts, "position_offset": position_offset}
         self.config |= {"norm_eps": norm_eps, "pooler": pooler}
         self.config |= {"mlm_head": mlm_head, "nsp_head": nsp_head}
         self.vocab_size = vocab_size
@@ -243,13 +244,14 @@ class BERT(nn.Module):
 
     def decoder(self, states: Tensor) -> Tensor:
         """mlm_states (..., dim) -> logits (..., vocab_size), a view that skips padding columns."""
+        assert self.mlm is not None
         return F.linear(states, self.head_weight, self.mlm.bias)[..., : self.vocab_size]
 
     def mlm_logits(self, hidden: Tensor, masked_positions: Tensor | None = None) -> Tensor:
         """decoder(mlm_states(...)). Under autocast in the low-precision dtype."""
         return self.decoder(self.mlm_states(hidden, masked_positions))
 
-    def forward(self, input_ids: Tensor, **layout) -> Tensor:
+    def forward(self, input_ids: Tensor, **layout: Any) -> Tensor:
         """Final hidden states; see hidden()."""
         return self.hidden(input_ids, **layout)
 

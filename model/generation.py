@@ -1,6 +1,7 @@
 """Sampling from a GPT: greedy, temperature, top-k, top-p, with a KV cache."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ def generate(
 
 def sample_text(
     model: GPT,
-    tokenizer,
+    tokenizer: Any,
     prompt: str,
     num_tokens: int,
     *,

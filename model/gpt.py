@@ -5,6 +5,8 @@ What the training recipe of FlashAttention's authors adds is optional: scores di
 number (inverse_layer_scale) and a padded vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -78,7 +80,11 @@ class GPT(nn.Module):
         if dim % nheads != 0:
             raise ValueError(f"dim ({dim}) must be a multiple of nheads ({nheads})")
         #: Constructor arguments but attention, as plain values: GPT(**config) is the same shape.
-        self.config = {**sizes, **dropouts, "inverse_layer_scale": inverse_layer_scale}
+        self.config: dict[str, Any] = {
+            **sizes,
+            **dropouts,
+            "inverse_layer_scale": inverse_layer_scale,
+        }
         self.config["bias"] = bias
         self.vocab_size = vocab_size
         self.max_seqlen = max_seqlen
@@ -110,6 +116,7 @@ class GPT(nn.Module):
         init_normal(self, INIT_STD)
         residual_std = INIT_STD / (2 * len(self.blocks)) ** 0.5
         for block in self.blocks:
+            assert isinstance(block, Block)
             nn.init.normal_(block.attention.out.weight, std=residual_std)
             nn.init.normal_(block.mlp.down.weight, std=residual_std)
         self.embeddings.tokens.weight[self.vocab_size :].zero_()

@@ -6,7 +6,7 @@ pairs of documents. Shapes, initial values and heads follow the arena's code (Ta
 an image alone, and a head that classifies every pixel.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ class LongRangeClassifier(nn.Module):
     ) -> None:
         super().__init__()
         #: Constructor arguments but attention, as plain values.
-        self.config = {
+        self.config: dict[str, Any] = {
             "vocab_size": vocab_size,
             "num_classes": num_classes,
             "max_seqlen": max_seqlen,
@@ -202,8 +202,10 @@ class LongRangeClassifier(nn.Module):
                 f"got {seqlen}: change model.max_seqlen or the data"
             )
         if packing is not None:
-            if not self.foreground:
-                raise ValueError("a packed foreground needs a model with foreground=true")
+            if not self.foreground or foreground is None:
+                raise ValueError(
+                    "a packed foreground needs its places and a model with foreground=true"
+                )
             hidden = self._packed_hidden(input_ids, foreground, packing)
             pooled = self._pool_packed(hidden, packing)
         elif self.foreground:
@@ -294,7 +296,9 @@ class LongRangeClassifier(nn.Module):
         if self.image_size is None or self.foreground:
             return {}
         linear = [m for b in self.blocks for m in b.modules() if isinstance(m, nn.Linear)]
-        width = self.blocks[0].attention.out.in_features
+        block = self.blocks[0]
+        assert isinstance(block, Block)
+        width = block.attention.out.in_features
         attention = 12 * len(self.blocks) * width * seqlen
         return {"full": float(6 * sum(m.weight.numel() for m in linear) + attention)}
 

@@ -1,5 +1,7 @@
 """Self-attention around an injected attention function, and the cache of its keys and values."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -140,7 +142,7 @@ class SelfAttention(nn.Module):
                 out = self._decode(q, k, v, kv_cache)
                 return self.out(out.flatten(2))
             k, v = kv_cache.append(self.layer, k, v)
-        options = {
+        options: dict[str, Any] = {
             "causal": self.causal,
             "softmax_scale": self.softmax_scale,
             "dropout_p": self.dropout if self.training else 0.0,
