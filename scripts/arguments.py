@@ -4,9 +4,12 @@ import dataclasses
 import sys
 import types
 import typing
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 _NONE = ("none", "null")
 _BOOLS = {"true": True, "false": False}
 

@@ -15,9 +15,9 @@ import datetime
 import importlib.util
 import itertools
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -30,7 +30,14 @@ from flash_kernels import flash_attention, flash_attention_varlen
 from model.run import environment
 from scripts.arguments import command_line
 from scripts.attention_tables import plot, render
-from scripts.timing import DIRECTIONS, compile_ahead, compiled_flex, host_us, time_in_turns
+from scripts.timing import (
+    DIRECTIONS,
+    Made,
+    compile_ahead,
+    compiled_flex,
+    host_us,
+    time_in_turns,
+)
 
 OURS = ("flash_portable", "flash_hopper")
 SUITES = ("speed", "dropout", "packed", "paper", "host")
@@ -85,10 +92,8 @@ def jobs_of(suite: str, quick: bool) -> list[tuple[list[Case], list[str]]]:
     return jobs
 
 
-def make_forward(
-    impl: str, case: Case, seed: int
-) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
-    """(function that computes the output, its inputs that need gradients)."""
+def make_forward(impl: str, case: Case, seed: int) -> Made:
+    """What scripts.timing times."""
     generator = torch.Generator("cuda").manual_seed(seed)
     shape = (case.batch, case.seqlen, case.nheads, case.headdim)
     leaves = [
@@ -101,7 +106,7 @@ def make_forward(
     q, k, v = leaves
     if impl in OURS:
         kernel = impl.removeprefix("flash_")
-        options = dict(causal=case.causal, dropout_p=case.dropout_p, kernel=kernel)
+        options: dict[str, Any] = dict(causal=case.causal, dropout_p=case.dropout_p, kernel=kernel)
         if case.packed:
             steps = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda") * case.seqlen
             options.update(cu_seqlens_q=steps, cu_seqlens_k=steps)
@@ -130,10 +135,12 @@ def make_forward(
         "sdpa_math": SDPBackend.MATH,
     }[impl]
 
-    def sdpa():
+    q, k, v = heads_first
+
+    def sdpa() -> torch.Tensor:
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(
-                *heads_first, dropout_p=case.dropout_p, is_causal=case.causal
+                q, k, v, dropout_p=case.dropout_p, is_causal=case.causal
             )
 
     return sdpa, leaves
@@ -159,9 +166,9 @@ def measure(cases: list[Case], implementations: list[str]) -> list[dict]:
     return rows
 
 
-def kinds_to_compile(jobs: list[tuple[str, list[Case], list[str]]]) -> list[partial]:
+def kinds_to_compile(jobs: list[tuple[str, list[Case], list[str]]]) -> list[partial[Made]]:
     """One maker for each kernel that the jobs need, of the shortest sequence."""
-    kinds = {}
+    kinds: dict[tuple, partial[Made]] = {}
     for _, cases, implementations in jobs:
         compiled = set(implementations) - {"sdpa_flash2", "sdpa_cudnn", "sdpa_math"}
         for case, impl in itertools.product(cases, compiled):

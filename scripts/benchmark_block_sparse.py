@@ -22,7 +22,7 @@ from rich.table import Table
 from flash_kernels import BlockMask, block_patterns, block_sparse_attention, flash_attention
 from model.run import environment
 from scripts.arguments import command_line
-from scripts.timing import DIRECTIONS, compile_ahead, compiled_flex, time_in_turns
+from scripts.timing import DIRECTIONS, Made, compile_ahead, compiled_flex, time_in_turns
 
 BLOCK = 128
 SHAPES = ((32, 64), (16, 128))  # heads, headdim
@@ -31,7 +31,7 @@ SHAPES = ((32, 64), (16, 128))  # heads, headdim
 @functools.cache
 def build_mask(seqlen: int, pattern: str, density: float | None) -> BlockMask:
     """The butterfly, or a mask with round(density * blocks) random blocks in each row."""
-    if pattern == "butterfly":
+    if density is None:
         return block_patterns.butterfly(seqlen, device="cuda")
     num_blocks = seqlen // BLOCK
     order = torch.rand(num_blocks, num_blocks, generator=torch.Generator().manual_seed(0))
@@ -46,7 +46,9 @@ def masks_of(seqlen: int) -> list[tuple[int, str, float | None]]:
     return [*masks, (seqlen, "butterfly", None)]
 
 
-def make(impl: str, mask_arguments: tuple, batch: int, nheads: int, headdim: int, seed: int):
+def make(
+    impl: str, mask_arguments: tuple, batch: int, nheads: int, headdim: int, seed: int
+) -> Made:
     mask, seqlen = build_mask(*mask_arguments), mask_arguments[0]
     generator = torch.Generator("cuda").manual_seed(seed)
     shape = (batch, seqlen, nheads, headdim)

@@ -55,7 +55,9 @@ def name_of(experiment: str, attention: str, order: int) -> str:
     return f"{experiment}_{attention}" + (f"_order{order}" if order else "")
 
 
-def start(args, experiment: str, attention: str, order: int, device: int) -> subprocess.Popen:
+def start(
+    args: argparse.Namespace, experiment: str, attention: str, order: int, device: int
+) -> subprocess.Popen[bytes]:
     """One run in a process of its own."""
     run_name = name_of(experiment, attention, order)
     command = [
@@ -79,16 +81,16 @@ def start(args, experiment: str, attention: str, order: int, device: int) -> sub
     print(f"== {run_name}: {' '.join(command[1:])}", flush=True)
     # The numbers of torch, which are those within what the caller may see.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    device = visible[device] if visible[0] else str(device)
-    return subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": device})
+    chosen = visible[device] if visible[0] else str(device)
+    return subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": chosen})
 
 
-def finish(process: subprocess.Popen) -> None:
+def finish(process: subprocess.Popen[bytes]) -> None:
     if process.wait():
-        sys.exit(f"a run failed with exit status {process.returncode}: {process.args}")
+        sys.exit(f"a run failed with exit status {process.returncode}: {process.args!r}")
 
 
-def read_rows(args, name: str) -> list[dict]:
+def read_rows(args: argparse.Namespace, name: str) -> list[dict]:
     """metrics.csv of a run."""
     with (Path(args.runs_root) / name / "metrics.csv").open(newline="") as file:
         return list(csv.DictReader(file))

@@ -16,8 +16,10 @@ import datetime
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -115,7 +117,9 @@ def run_under_ncu(options: Options) -> None:
     """
     ready, failures = [], {}
     for name, tiles in cases(options).items():
-        shape = dict(batch=options.batch, nheads=options.nheads, causal=options.causal)
+        shape: dict[str, Any] = dict(
+            batch=options.batch, nheads=options.nheads, causal=options.causal
+        )
         function, leaves = make("pytorch", options.seqlen, options.dropout, False, 0, **shape)
         if tiles is not None:
             function = _flash(leaves, options)
@@ -141,10 +145,11 @@ def run_under_ncu(options: Options) -> None:
     Path(options.profile).write_text(json.dumps({"sections": sections, "failures": failures}))
 
 
-def _flash(leaves: list[torch.Tensor], options: Options):
+def _flash(leaves: list[torch.Tensor], options: Options) -> Callable[[], torch.Tensor]:
     dropout_p = DROPOUT if options.dropout else 0.0
-    settings = dict(causal=options.causal, dropout_p=dropout_p, kernel="portable")
-    return lambda: flash_attention(*leaves, **settings)
+    settings: dict[str, Any] = dict(causal=options.causal, dropout_p=dropout_p, kernel="portable")
+    q, k, v = leaves
+    return lambda: flash_attention(q, k, v, **settings)
 
 
 def measured(options: Options) -> tuple[dict[tuple[str, str], Traffic], dict[str, str], str]:
@@ -204,7 +209,9 @@ def table_rows(
 
 
 def _tile_sizes(tiles: dict[str, Tile] | None) -> dict[str, str] | None:
-    return tiles and {k: f"{tile.block_m}x{tile.block_n}" for k, tile in tiles.items()}
+    if tiles is None:
+        return None
+    return {k: f"{tile.block_m}x{tile.block_n}" for k, tile in tiles.items()}
 
 
 def show(options: Options, rows: list[dict], why_not: str, theorem: float | None) -> None:

@@ -19,6 +19,7 @@ import datetime
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -41,7 +42,7 @@ from scripts.paper_numbers import (
     TRAINING,
     verdict,
 )
-from scripts.timing import time_in_turns
+from scripts.timing import Made, time_in_turns
 from scripts.trained_tables import results
 
 BATCH, NHEADS, HEADDIM, DROPOUT, PADDING = 16, 8, 64, 0.1, 20
@@ -72,7 +73,7 @@ def make(
     batch: int = BATCH,
     nheads: int = NHEADS,
     causal: bool = False,
-):
+) -> Made:
     """(function that computes the output, q, k and v): what scripts.timing times."""
     generator = torch.Generator("cuda").manual_seed(seed)
     shape = (batch, seqlen, nheads, HEADDIM)
@@ -85,35 +86,38 @@ def make(
         lengths = torch.randint(
             seqlen - PADDING, seqlen + 1, (batch,), generator=generator, device="cuda"
         )
-    options = dict(lengths_k=lengths, dropout_p=dropout_p, causal=causal)
+    options: dict[str, Any] = dict(lengths_k=lengths, dropout_p=dropout_p, causal=causal)
     if impl == "flash":
         return (lambda: flash_attention(q, k, v, **options)), leaves
     if impl == "block_sparse":
         mask = paper_mask(seqlen)
         return (lambda: block_sparse_attention(q, k, v, mask, **options)), leaves
     keep = None
-    if is_padded:
+    if lengths is not None:
         keep = (torch.arange(seqlen, device="cuda") < lengths[:, None])[:, None, None, :]
-    heads_first = [t.transpose(1, 2) for t in leaves]
+    q, k, v = (t.transpose(1, 2) for t in leaves)
 
-    def unfused():
+    def unfused() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.MATH):
             return scaled_dot_product_attention(
-                *heads_first, attn_mask=keep, dropout_p=dropout_p, is_causal=causal
+                q, k, v, attn_mask=keep, dropout_p=dropout_p, is_causal=causal
             )
 
     return unfused, leaves
 
 
 def measure_runtime(
-    seqlen: int, options: tuple[bool, bool], implementations=IMPLEMENTATIONS, **shape
+    seqlen: int,
+    options: tuple[bool, bool],
+    implementations: tuple[str, ...] = IMPLEMENTATIONS,
+    **shape: Any,
 ) -> dict:
     """Milliseconds of each implementation: forward, backward, both."""
     names = [i for i in implementations if i != "pytorch" or seqlen <= _LONGEST_UNFUSED]
     times, failures = time_in_turns(
         {name: partial(make, name, seqlen, *options, **shape) for name in names}
     )
-    row = {"seqlen": seqlen, "failures": failures}
+    row: dict[str, Any] = {"seqlen": seqlen, "failures": failures}
     for name in implementations:
         forward, backward = (times.get((name, d)) for d in ("forward", "backward"))
         both = None if forward is None or backward is None else forward + backward
@@ -124,7 +128,7 @@ def measure_runtime(
 
 def measure_memory(seqlen: int) -> dict:
     """Peak MB (10^6 bytes) of a forward and backward, inputs and gradients included."""
-    row = {"seqlen": seqlen, "failures": {}}
+    row: dict[str, Any] = {"seqlen": seqlen, "failures": {}}
     for name in IMPLEMENTATIONS:
         row[name] = None
         if name == "pytorch" and seqlen > _LONGEST_UNFUSED:
@@ -147,11 +151,16 @@ def measure_memory(seqlen: int) -> dict:
 def show(name: str, rows: list[dict], console: Console) -> list[dict]:
     """Print the table; the verdicts as rows for the record."""
     is_memory = name == "table21"
-    options, direction = RUNTIME_TABLES.get(name) or (None, FIGURES.get(name, ("",))[0])
+    direction = ""
+    paper: dict[str, Any]
     if name in FIGURES:
-        paper = {i: dict.fromkeys(range(len(SEQLENS)), t) for i, t in FIGURES[name][1].items()}
+        direction, times, _ = FIGURES[name]
+        paper = {i: dict.fromkeys(range(len(SEQLENS)), t) for i, t in times.items()}
+    elif is_memory:
+        paper = MEMORY_MB
     else:
-        paper = MEMORY_MB if is_memory else RUNTIME_MS[options][direction]
+        options, direction = RUNTIME_TABLES[name]
+        paper = RUNTIME_MS[options][direction]
     unit = "MB" if is_memory else "ms"
     table = Table(
         "tokens", "", f"paper, {unit}", f"here, {unit}", "PyTorch / it: paper", "here", ""
@@ -227,7 +236,7 @@ def measure(name: str, output: Path, is_quick: bool, console: Console) -> None:
     if name in FIGURES:
         seqlens, settings = [GPT2_SEQLEN], {**settings, **GPT2_SHAPE}
     if name == "table7":
-        seqlens, settings = FMHA_SEQLENS, {**settings, **fmha_table.SHAPE}
+        seqlens, settings = list(FMHA_SEQLENS), {**settings, **fmha_table.SHAPE}
     where = environment()
     rows = []
     if output.exists():

@@ -68,7 +68,7 @@ def disturb(command: list[str], kills: int, within: float, seed: int) -> list[di
         RuntimeError: it ended with an error of its own.
     """
     draw = random.Random(seed)
-    starts = []
+    starts: list[dict] = []
     while not starts or starts[-1]["status"] != 0:
         number = (signal.SIGKILL, signal.SIGTERM)[len(starts) % 2]
         kill_at = draw.uniform(0.0, within) if len(starts) < kills else None
@@ -140,8 +140,8 @@ def main() -> None:
         starts = disturb(killed, args.kills, args.within, args.seed)
     except RuntimeError as error:
         sys.exit(f"error: {error}")
-    rows = [read_rows(Path(args.runs_root) / name) for name in ("undisturbed", "killed")]
-    result = compare(*rows, args.tolerance)
+    whole, cut = (read_rows(Path(args.runs_root) / name) for name in ("undisturbed", "killed"))
+    result = compare(whole, cut, args.tolerance)
     record = {
         "name": "soak",
         "command": command_line("scripts.soak", omit="--out"),
