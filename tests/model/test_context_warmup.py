@@ -104,14 +104,14 @@ def test_a_switch_extends_the_table_and_its_moments_from_the_trained_rows(tmp_pa
     ids = torch.randint(VOCAB, (3, 4))
     task.model.eval()
     old, old_logits = [table_of(task), *moments_of(task)], task.model(ids)
-    task._grow(8)
+    task._grow(4, 8)
     for before, after in zip(old, [table_of(task), *moments_of(task)], strict=True):
         assert torch.equal(after[:8], extend_positions(before[:4], 8, how))
         assert torch.equal(after[8:], before[8:])
     if how == "tile":
         assert torch.equal(task.model(ids), old_logits), "short contexts keep their outputs"
     with pytest.raises(ValueError, match="must not shrink, from 4 to 2 at step 3"):
-        task._grow(2)
+        task._grow(4, 2)
 
 
 @pytest.mark.parametrize("how", ["tile", "interpolate"])
