@@ -26,7 +26,6 @@ OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 SYMBOLS = ("<pad>", *"0123456789", *OPERATORS, "]")  # by token id
 PAD = 0
 CLOSE = SYMBOLS.index("]")
-NUM_CLASSES = 10
 NUM_EXAMPLES = {"train": 96_000, "val": 2_000, "test": 2_000}  # as the Long Range Arena's
 _PART_SAMPLES = 1000  # of one task of a worker, about a second
 _ID_OF = {symbol: i for i, symbol in enumerate(SYMBOLS)}

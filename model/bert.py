@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from model.attention import Attention, Packing, auto_attention, packed_attention
 from model.bert_layers import BertEmbeddings, MLMHead, PostNormBlock
 from model.block_sparse import layer_attention
-from model.transformer import init_normal
+from model.transformer import check_sizes, init_normal
 
 INIT_STD = 0.02
 #: Constructor arguments of the published sizes.
@@ -93,12 +93,7 @@ class BERT(nn.Module):
             "vocab_multiple": vocab_multiple,
         }
         dropouts = {"resid_dropout": resid_dropout, "attn_dropout": attn_dropout}
-        for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
-        for name, dropout in dropouts.items():
-            if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
-                raise ValueError(f"{name} must be a number in [0, 1), got {dropout!r}")
+        check_sizes(sizes, dropouts)
         if dim % nheads != 0:
             raise ValueError(f"dim ({dim}) must be a multiple of nheads ({nheads})")
         if position_offset < 0:

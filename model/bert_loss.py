@@ -138,12 +138,6 @@ def bert_loss(
     return Sums(*sums, *nsp_loss(model.nsp_logits(pooled), batch["nsp_labels"]))
 
 
-def mean_loss(sums: Sums) -> Tensor:
-    """MLM mean + NSP mean, the total loss of one batch; a mean over nothing is 0."""
-    mlm_mean = sums.mlm_loss / sums.num_masked.clamp(min=1)
-    return mlm_mean + sums.nsp_loss / sums.num_pairs.clamp(min=1)
-
-
 def with_host_counts(batch: dict[str, Any]) -> dict[str, Any]:
     """A batch on the CPU with what `piece_of` reads there; no piece waits for a GPU then.
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from model.attention import Attention, Packing, auto_attention
 from model.block_sparse import layer_attention
 from model.self_attention import KVCache
-from model.transformer import Block, Embeddings, init_normal
+from model.transformer import Block, Embeddings, check_sizes, init_normal
 
 INIT_STD = 0.02
 
@@ -71,12 +71,7 @@ class GPT(nn.Module):
             "resid_dropout": resid_dropout,
             "attn_dropout": attn_dropout,
         }
-        for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
-        for name, dropout in dropouts.items():
-            if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
-                raise ValueError(f"{name} must be a number in [0, 1), got {dropout!r}")
+        check_sizes(sizes, dropouts)
         if dim % nheads != 0:
             raise ValueError(f"dim ({dim}) must be a multiple of nheads ({nheads})")
         #: Constructor arguments but attention, as plain values: GPT(**config) is the same shape.

@@ -11,10 +11,8 @@ FLOPs: forward 4 * batch * nheads * seqlen^2 * headdim, half of it causal, backw
 
 import argparse
 import dataclasses
-import datetime
 import importlib.util
 import itertools
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 from flash_kernels import flash_attention, flash_attention_varlen
-from model.run import environment
-from scripts.arguments import command_line
 from scripts.attention_tables import plot, render
+from scripts.records import make_record, write_record
 from scripts.timing import (
     DIRECTIONS,
     Made,
@@ -203,17 +200,6 @@ def peak_gib(case: Case, impl: str) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def record_of(rows: list[dict], settings: dict) -> dict:
-    return dict(
-        name="benchmark_attention",
-        command=command_line("scripts.benchmark_attention", omit="--output"),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **environment(),
-        settings=dict(settings, cudnn=torch.backends.cudnn.version()),
-        rows=rows,
-    )  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -224,7 +210,6 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmark_attention needs a GPU, none is visible")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     kernels = [suite for suite in args.suites if suite != "host"]
     jobs = [(suite, *job) for suite in kernels for job in jobs_of(suite, args.quick)]
@@ -241,8 +226,9 @@ def main() -> None:
                 )
         rows += [dict(row, suite=suite) for row in measured]
         torch.cuda.empty_cache()
-        record = record_of(rows, dict(suites=args.suites, quick=args.quick))
-        args.output.write_text(json.dumps(record, indent=1))  # what is measured is kept
+        settings = dict(suites=args.suites, quick=args.quick, cudnn=torch.backends.cudnn.version())
+        record = make_record("benchmark_attention", rows, settings, omit="--output")
+        write_record(args.output, record)  # what is measured is kept
     console = Console(width=160)
     for path in plot(record, args.output.parent):
         console.print(f"plot {path}")

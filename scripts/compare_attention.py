@@ -12,16 +12,13 @@ has its GPU to itself, and its speed is measured; the others share the GPUs at t
 import argparse
 import csv
 import itertools
-import json
 import os
 import statistics
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
-from model.run import environment
-from scripts.arguments import command_line
+from scripts.records import make_record, write_record
 from scripts.trained_tables import loss_verdict
 
 ATTENTIONS = ("flash", "sdpa")
@@ -177,17 +174,9 @@ def main() -> None:
                     }
                 )
         curves.append(compare(experiment, runs))
-    record = {
-        "name": "compare_attention",
-        "command": command_line("scripts.compare_attention", omit="--out"),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **environment(),
-        "settings": {k: v for k, v in vars(args).items() if k not in ("out", "runs_root")},
-        "rows": rows,
-        "loss_curves": curves,
-    }
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+    settings = {k: v for k, v in vars(args).items() if k not in ("out", "runs_root")}
+    record = make_record("compare_attention", rows, settings, omit="--out", loss_curves=curves)
+    write_record(args.out, record)
     for row in rows:
         figures = " ".join(f"{k}={row[k]:.4g}" for k in row if isinstance(row[k], float))
         print(f"{row['model']} {row['run']}: {figures}")

@@ -12,7 +12,6 @@ every number shown is computed, and the output says so.
 """
 
 import dataclasses
-import datetime
 import json
 import sys
 import tempfile
@@ -27,12 +26,12 @@ from rich.table import Table
 
 from flash_kernels import flash_attention
 from flash_kernels.portable.tile_choice import Tile, gpu_family, table_tile, use_tiles
-from model.run import environment
 from scripts import hbm_counts as counts
 from scripts import ncu_counters
-from scripts.arguments import command_line, fail, option, parse_arguments
+from scripts.arguments import fail, option, parse_arguments
 from scripts.hbm_counts import Traffic
 from scripts.paper_numbers import HBM_GB, verdict
+from scripts.records import make_record, write_record
 from scripts.reproduce import DROPOUT, HEADDIM, make
 
 SIZE = 2  # bytes of an fp16 element
@@ -264,20 +263,12 @@ def main(arguments: list[str]) -> None:
     rows = table_rows(options, sram_kib, traffic, failures)
     theorem = counts.theorem_2(options.seqlen, HEADDIM, SIZE, sram_kib * 1024)
     show(options, rows, why_not, theorem)
-    record = dict(
-        name="count_hbm",
-        command=command_line("scripts.count_hbm", omit="out"),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **environment(),
-        settings=dict(
-            batch=options.batch, nheads=options.nheads, headdim=HEADDIM, seqlen=options.seqlen,
-            causal=options.causal, dropout_p=DROPOUT * options.dropout, dtype="float16",
-            sram_kib=sram_kib, not_measured=why_not or None,
-        ),
-        rows=rows,
+    settings = dict(
+        batch=options.batch, nheads=options.nheads, headdim=HEADDIM, seqlen=options.seqlen,
+        causal=options.causal, dropout_p=DROPOUT * options.dropout, dtype="float16",
+        sram_kib=sram_kib, not_measured=why_not or None,
     )  # fmt: skip
-    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(options.out).write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options.out, make_record("count_hbm", rows, settings, omit="out"))
     print(f"record {options.out}")
 
 

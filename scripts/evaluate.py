@@ -14,7 +14,6 @@ of about 40 on LAMBADA. The record goes to outputs/evaluate/.
 """
 
 import dataclasses
-import json
 import math
 import re
 import sys
@@ -22,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +34,7 @@ from model.classification_task import accuracy_interval
 from model.evaluation import extend_context, score_endings, text_losses
 from model.gpt import GPT
 from model.positions import EXTENSIONS
-from model.run import environment
-from scripts.arguments import command_line, fail, option, parse_arguments
+from scripts.arguments import fail, option, parse_arguments
 from scripts.held_out_text import (
     PerplexityOptions,
     Text,
@@ -47,6 +44,7 @@ from scripts.held_out_text import (
     open_wikitext,
 )
 from scripts.models import ModelOptions, open_model
+from scripts.records import make_record, write_record
 
 
 @dataclass
@@ -237,23 +235,13 @@ def evaluate(verb: str, options: TextOptions | TaskOptions) -> dict:
     """Measure, write the record, return it."""
     rows, facts = VERBS[verb][1](options)
     hidden = ("run", "hf", "source", "root", "out")
-    record = {
-        "name": f"evaluate_{verb}",
-        "command": command_line("scripts.evaluate", omit="out"),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **environment(),
-        "settings": {
-            **{k: v for k, v in dataclasses.asdict(options).items() if k not in hidden},
-            **facts,
-        },
-        "rows": rows,
-    }
+    settings = {k: v for k, v in dataclasses.asdict(options).items() if k not in hidden} | facts
+    record = make_record("evaluate", rows, settings, omit="out", name=f"evaluate_{verb}")
     if options.out is not None:
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", model_name(options))
         auto = Path("outputs/evaluate") / f"{verb}-{slug}.json"
         path = auto if options.out == "auto" else Path(options.out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(path, record)
         print(f"record: {path}")
     return record
 

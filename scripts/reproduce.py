@@ -15,7 +15,6 @@ scripts/results and outputs hold of them, and the commands that train them.
 """
 
 import argparse
-import datetime
 import json
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from flash_kernels import BlockMask, block_sparse_attention, flash_attention
 from model.run import environment
 from scripts import fmha_table
-from scripts.arguments import command_line
 from scripts.paper_numbers import (
     FIGURES,
     FMHA_SEQLENS,
@@ -42,6 +40,7 @@ from scripts.paper_numbers import (
     TRAINING,
     verdict,
 )
+from scripts.records import make_record, write_record
 from scripts.timing import Made, time_in_turns
 from scripts.trained_tables import results
 
@@ -230,7 +229,6 @@ def main() -> None:
 
 def measure(name: str, output: Path, is_quick: bool, console: Console) -> None:
     """Measure a table or figure, or what is missing of it, write the record and show it."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     seqlens = [n for n in SEQLENS if n <= 2048 or not is_quick]
     settings = dict(batch=BATCH, nheads=NHEADS, headdim=HEADDIM, dtype="float16")
     if name in FIGURES:
@@ -256,16 +254,11 @@ def measure(name: str, output: Path, is_quick: bool, console: Console) -> None:
             )
         else:
             rows.append(measure_runtime(seqlen, RUNTIME_TABLES[name][0]))
-        record = dict(
-            name=f"reproduce_{name}",
-            command=command_line("scripts.reproduce", omit="--output"),
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            **where,
-            settings=settings,
+        record = make_record(
+            "reproduce", [], settings, omit="--output", name=f"reproduce_{name}", where=where,
             measured=rows,
-            rows=[],
-        )
-        output.write_text(json.dumps(record, indent=1))
+        )  # fmt: skip
+        write_record(output, record)
     rows.sort(key=lambda row: row["seqlen"])
     if name == "table7":
         verdicts = fmha_table.table_rows(rows, where["hardware"]["gpus"][0])
@@ -273,7 +266,7 @@ def measure(name: str, output: Path, is_quick: bool, console: Console) -> None:
     else:
         verdicts = show(name, rows, console)
     record = json.loads(output.read_text())
-    output.write_text(json.dumps({**record, "rows": verdicts}, indent=1))
+    write_record(output, {**record, "rows": verdicts})
     print(f"record {output}")
 
 
