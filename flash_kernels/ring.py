@@ -11,6 +11,8 @@ as one stream, wherever they begin and end: positions of a share rise, so that w
 sequence is a run of its rows, and a step is one packed call whose sequences may be empty.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -131,17 +133,19 @@ def ring_attention_varlen(
 
 
 def _attend(
-    q, k, v, cu_seqlens, group, causal, max_seqlen, softmax_scale, dropout_p, dropout_seed,
-    deterministic, kernel,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, group: dist.ProcessGroup | None,
+    causal: bool, max_seqlen: int, softmax_scale: float | None, dropout_p: float,
+    dropout_seed: Seed, deterministic: bool, kernel: str | None,
 ) -> Tensor:  # fmt: skip
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
     kernel = check_kernel(kernel, deterministic)
     seed = seed_tensor(dropout_seed, q.device) if dropout_p > 0.0 else None
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    name = (group or dist.group.WORLD).group_name
+    ring = group or dist.group.WORLD
+    assert ring is not None
     return torch.ops.flash_kernels.ring_forward(
-        q, k, v, cu_seqlens, seed, name, causal, max_seqlen, scale, dropout_p, kernel
+        q, k, v, cu_seqlens, seed, ring.group_name, causal, max_seqlen, scale, dropout_p, kernel
     )[0]
 
 
@@ -194,10 +198,15 @@ def held_cu_seqlens(cu_seqlens: Tensor, source: int, size: int, rows: int, part:
     """
     half = rows // 2
     chunks = (source, 2 * size - 1 - source)[part.start // half : part.stop // half]
-    return sum((cu_seqlens - chunk * half).clamp(0, half) for chunk in chunks).int()
+    first, *others = ((cu_seqlens - chunk * half).clamp(0, half) for chunk in chunks)
+    return sum(others, first).int()
 
 
-def _step(q, k, v, cu_seqlens, seed, rank, source, size, causal, max_seqlen, scale, p, kernel):
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, seed: Tensor | None, rank: int,
+    source: int, size: int, causal: bool, max_seqlen: int, scale: float, p: float,
+    kernel: str | None,
+) -> tuple[slice, slice, tuple]:  # fmt: skip
     """Rows of q, of k, and what the operators take for the step with the keys of `source`."""
     num_rows = q.shape[-3]
     rows, cols, is_causal = parts(rank, source, num_rows, causal)
@@ -208,9 +217,16 @@ def _step(q, k, v, cu_seqlens, seed, rank, source, size, causal, max_seqlen, sca
         return rows, cols, options
     cu_q = held_cu_seqlens(cu_seqlens, rank, size, num_rows, rows)
     cu_k = held_cu_seqlens(cu_seqlens, source, size, num_rows, cols)
-    longest = (min(max_seqlen, part.stop - part.start) for part in (rows, cols))
-    options = operators.packed_options(cu_q, cu_k, *longest, seed, scale, right, p, kernel)
+    longest_q, longest_k = (min(max_seqlen, part.stop - part.start) for part in (rows, cols))
+    options = operators.packed_options(
+        cu_q, cu_k, longest_q, longest_k, seed, scale, right, p, kernel
+    )
     return rows, cols, options
+
+
+def _process_group(name: str) -> dist.ProcessGroup:
+    # The name's own type is not in every release of torch that is served.
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 @torch.library.custom_op("flash_kernels::ring_forward", mutates_args=())
@@ -220,9 +236,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (batch, rows, nheads, headdim) and lse float32 (batch, nheads, rows); of packed
     sequences both without batch."""
-    ring = _resolve_process_group(group)
+    ring = _process_group(group)
     rank, size = dist.get_rank(ring), dist.get_world_size(ring)
-    total, total_lse = None, None
+    total: Tensor | None = None
+    total_lse: Tensor | None = None
     for step in range(size):
         source = (rank - step) % size
         coming = _Exchange([k, v], ring) if step + 1 < size else None
@@ -232,7 +249,7 @@ def _forward(
         )  # fmt: skip
         q_part, k_part, v_part = (t[..., r, :, :] for t, r in ((q, rows), (k, cols), (v, cols)))
         out, lse = operators.forward(q_part, k_part, v_part, *options)
-        if total is None:
+        if total is None or total_lse is None:
             total, total_lse = out.float(), lse
         else:
             # Views: the rows of this step. Every row has seen a key in the first one.
@@ -242,6 +259,7 @@ def _forward(
             old_lse.copy_(joint)
         if coming is not None:
             k, v = coming.wait()
+    assert total is not None and total_lse is not None
     return total.to(q.dtype), total_lse
 
 
@@ -251,7 +269,7 @@ def _by_row(difference: Tensor) -> Tensor:
 
 
 @_forward.register_fake
-def _(q, k, v, cu_seqlens, seed, group, causal, max_seqlen, softmax_scale, dropout_p, kernel):
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
     return q.new_empty(q.shape), lse
 
@@ -263,7 +281,7 @@ def _backward(
     softmax_scale: float, dropout_p: float, kernel: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv. The sums for dk and dv travel with their keys and come home at the end."""
-    ring = _resolve_process_group(group)
+    ring = _process_group(group)
     rank, size = dist.get_rank(ring), dist.get_world_size(ring)
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     arriving = None
@@ -295,16 +313,16 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dout, q, k, v, *_):
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, cu_seqlens, seed, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens, seed)
 
 
-def _differentiate(ctx, dout, dlse):
+def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     gradients = torch.ops.flash_kernels.ring_backward(dout, *ctx.saved_tensors, *ctx.options)
     return (*gradients, *(None,) * (2 + len(ctx.options)))
 

@@ -11,6 +11,7 @@ to attend over the whole sequence:
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from model.attention import is_flash
 from model.gpt import GPT
+from model.transformer import Block
 
 METHODS = ("heads", "ring")
 
@@ -84,11 +86,11 @@ class ContextParallel:
     def attention(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """What a layer calls on its shares of q, k and v in place of `inner`."""
 
-        def over_heads(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        def over_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
             q, k, v = (_all_to_all(t, self, to_heads=True) for t in (q, k, v))
             return _all_to_all(inner(q, k, v, **options), self, to_heads=False)
 
-        def over_ring(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        def over_ring(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
             from flash_kernels.ring import ring_attention
 
             if not is_flash(inner, q):
@@ -125,6 +127,7 @@ def split_sequences(model: GPT, size: int, method: str, seqlen: int) -> ContextP
         )
     check_seqlen(seqlen, size if method == "heads" else 2 * size)
     for block in model.blocks:
+        assert isinstance(block, Block)
         block.attention.attention = context.attention(block.attention.attention)
     return context
 
@@ -149,7 +152,7 @@ class _Exchange(torch.autograd.Function):
     """Piece i of dimension 0 goes to process i of the group; its own inverse."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         x = x.contiguous()
         received = torch.empty_like(x)
@@ -157,5 +160,5 @@ class _Exchange(torch.autograd.Function):
         return received
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _Exchange.apply(gradient, ctx.group), None
