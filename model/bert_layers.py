@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from model.recompute import Recomputing
 from model.transformer import MLP
 
 
@@ -52,7 +53,7 @@ class BertEmbeddings(nn.Module):
         return self.dropout(self.norm(self.tokens(input_ids) + segments + positions))
 
 
-class PostNormBlock(nn.Module):
+class PostNormBlock(Recomputing):
     """x = norm1(x + attention(x)), x = norm2(x + mlp(x)): BERT's residual block.
 
     Args: see BERT.
@@ -78,7 +79,7 @@ class PostNormBlock(nn.Module):
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.dropout = nn.Dropout(resid_dropout)
 
-    def forward(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+    def compute(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """x (..., dim) -> (..., dim).
 
         attend: attention(q, k, v, dropout_p=...) on (..., nheads, headdim), lengths bound to it.

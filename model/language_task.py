@@ -15,6 +15,7 @@ from model.context_parallel import ContextParallel, split_sequences
 from model.gpt import GPT
 from model.loss import IGNORE, linear_next_token_loss
 from model.positions import EXTENSIONS, extend_in_place
+from model.recompute import set_recompute
 from model.task import TrainingTask, say
 from model.warm_start import load_into
 
@@ -27,6 +28,7 @@ class LanguageModelTask(TrainingTask):
         micro_batch_tokens: tokens of one forward and backward on one device, padding included.
         loss_chunk_tokens: tokens whose logits exist at once.
         compile: compile with torch.compile.
+        recompute: activation checkpointing (model.recompute): "none", "selective" or "full".
         extend_positions: how a position table grows, that of weights to start from to the model's
             or that of a context warm-up: "tile" or "interpolate"
             (model.positions.extend_positions).
@@ -52,6 +54,7 @@ class LanguageModelTask(TrainingTask):
         micro_batch_tokens: int = 65536,
         loss_chunk_tokens: int = 8192,
         compile: bool = False,
+        recompute: str = "none",
         extend_positions: str = "tile",
         seed: int = 1111,
     ):
@@ -76,6 +79,7 @@ class LanguageModelTask(TrainingTask):
                 f"extend_positions must be one of {', '.join(EXTENSIONS)}, got {extend_positions!r}"
             )
         self.check_model(model)
+        set_recompute(model, recompute)
         self.extend_positions = extend_positions
         self.micro_batch_tokens = micro_batch_tokens
         self.loss_chunk_tokens = loss_chunk_tokens
@@ -129,6 +133,7 @@ class CausalLMTask(LanguageModelTask):
         micro_batch_tokens: int = 65536,
         loss_chunk_tokens: int = 8192,
         compile: bool = False,
+        recompute: str = "none",
         extend_positions: str = "tile",
         final_context: int | None = None,
         seed: int = 1111,
@@ -144,6 +149,7 @@ class CausalLMTask(LanguageModelTask):
             micro_batch_tokens=micro_batch_tokens,
             loss_chunk_tokens=loss_chunk_tokens,
             compile=compile,
+            recompute=recompute,
             extend_positions=extend_positions,
             seed=seed,
         )

@@ -54,6 +54,7 @@ def linear_next_token_loss(
     Args:
         hidden: (batch, seqlen, dim).
         weight: (at least vocab_size, dim); rows from vocab_size on are padding, their gradient 0.
+            The products include them: without, their sizes would not suit tensor cores.
         labels: (batch, seqlen) int64, -100 for no loss.
         chunk_tokens: rows of logits that exist at once.
 
@@ -77,9 +78,9 @@ def linear_next_token_loss(
         loss = _LinearCrossEntropy.apply(rows, weight, targets, vocab_size, chunk_tokens, dtype)
     else:
         loss = torch.zeros((), device=hidden.device)
-        matrix = weight[:vocab_size].to(dtype)
+        matrix = weight.to(dtype)
         for part, target in _chunks(rows, targets, chunk_tokens):
-            loss += next_token_loss(part.to(dtype) @ matrix.T, target)[0]
+            loss += next_token_loss((part.to(dtype) @ matrix.T)[:, :vocab_size], target)[0]
     return loss, (labels != IGNORE).sum()
 
 
@@ -100,14 +101,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        matrix = weight[:vocab_size].to(dtype)
+        matrix = weight.to(dtype)
         loss = torch.zeros((), device=rows.device)
-        dmatrix = torch.zeros_like(matrix, dtype=weight.dtype)
+        dweight = torch.zeros_like(weight)
+        is_padding = torch.arange(len(weight), device=rows.device) >= vocab_size
         drows = []
         for part, target in _chunks(rows.to(dtype), targets, chunk_tokens):
             logits = part @ matrix.T
             if logits.dtype in (torch.float16, torch.bfloat16):
                 logits = logits.float()
+            if len(weight) > vocab_size:
+                logits = logits.masked_fill(is_padding, float("-inf"))
             counted = (target != IGNORE)[:, None].to(logits.dtype)
             column = target.clamp(min=0)[:, None]
             logits.sub_(logits.amax(-1, keepdim=True))
@@ -119,8 +123,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # d loss / d logits = softmax - one-hot of the target
             dlogits = probs.mul_(counted / total).scatter_add_(1, column, -counted).to(dtype)
             drows.append(dlogits @ matrix)
-            dmatrix = dmatrix + dlogits.T @ part
-        dweight = F.pad(dmatrix, (0, 0, 0, len(weight) - vocab_size))
+            dweight = dweight + dlogits.T @ part
         ctx.save_for_backward(torch.cat(drows).to(rows.dtype), dweight)
         return loss
 

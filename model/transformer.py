@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.attention import Attention, Packing, auto_attention
+from model.recompute import Recomputing
 from model.self_attention import KVCache, SelfAttention
 
 
@@ -82,7 +83,7 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
-class Block(nn.Module):
+class Block(Recomputing):
     """Pre-norm residual block: x += attention(norm1(x)), x += mlp(norm2(x)).
 
     Under autocast the sublayers return the low-precision dtype and the sum with a float32 x is
@@ -128,7 +129,7 @@ class Block(nn.Module):
         self.mlp = MLP(dim, 4 * dim if mlp_dim is None else mlp_dim, bias=bias)
         self.dropout = nn.Dropout(resid_dropout)
 
-    def forward(
+    def compute(
         self,
         x: Tensor,
         *,

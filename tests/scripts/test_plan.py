@@ -19,7 +19,8 @@ MEASURED = [row for row in RECORD["rows"] if "peak_gib" in row]
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['model']}-{row['run']}")
 def test_memory_is_within_5_percent_of_what_was_measured(row):
     seqlen = 1024 * int(row["model"].removeprefix("gpt2_").removesuffix("k"))
-    case = plan.Case("gpt2_small", seqlen, 1, "ddp", batch_tokens=65536)
+    micro = row["micro_batch_tokens"]
+    case = plan.Case("gpt2_small", seqlen, 1, "ddp", batch_tokens=65536, micro_batch_tokens=micro)
     memory = sum(plan.memory_bytes(case, plan.make_model("gpt2_small", seqlen)).values())
     assert memory / plan.GIB == pytest.approx(row["peak_gib"], rel=0.05)
 
