@@ -181,9 +181,8 @@ def build(cfg: DictConfig) -> tuple[DictConfig, Run, Any, Any, Trainer]:
         raise ValueError(
             f"model.num_classes={cfg.model.num_classes} must be the {data.num_classes} of the data"
         )
-    if isinstance(data, ClassificationData) and data.multi_label != cfg.model.get(
-        "multi_label", False
-    ):
+    multi_label = cfg.model.get("multi_label", False)
+    if isinstance(data, ClassificationData) and data.multi_label != multi_label:
         raise ValueError(
             f"model.multi_label must be {str(data.multi_label).lower()}: an example of these data "
             f"has {'any number of labels' if data.multi_label else 'one label'}"

@@ -163,8 +163,7 @@ class BlockMask:
 
         blocks: bool or integers of 0 and 1, (seqlen / 16, seqlen / 256), one for all heads.
         """
-        blocks = checks.checked_ones_and_zeros(blocks)
-        return cls.from_dense(blocks, 16, 256)
+        return cls.from_dense(checks.checked_ones_and_zeros(blocks), 16, 256)
 
     @classmethod
     def from_candidates(
@@ -339,22 +338,16 @@ class BlockMask:
         multiples of its kernels' tiles.
         """
         kinds = self.restricted().kinds()
-        return write_flex(
-            kinds == 1,
-            kinds == 2,
-            self.to_patterns(),
-            self.pattern_masks(),
-            (self.seqlen_q, self.seqlen_k),
-        )
+        lengths = (self.seqlen_q, self.seqlen_k)
+        return write_flex(kinds == 1, kinds == 2, self.to_patterns(), self.pattern_masks(), lengths)
 
     def plot(self, path: str | os.PathLike | None = None) -> str:
         """The blocks as an SVG picture, its text returned and, with a path, written there.
 
         One panel for each batch entry and head, at most 12; browsers and notebooks show it.
         """
-        svg = draw_svg(
-            self.kinds(), f"{self.seqlen_q} x {self.seqlen_k}, density {self.density:.4g}"
-        )
+        title = f"{self.seqlen_q} x {self.seqlen_k}, density {self.density:.4g}"
+        svg = draw_svg(self.kinds(), title)
         if path is not None:
             Path(path).write_text(svg, encoding="utf-8")
         return svg
@@ -385,9 +378,7 @@ class BlockMask:
         """The mask on a device, itself if it is there already."""
         if self.rows.indices.to(device) is self.rows.indices:
             return self
-        rows, cols = (
-            BlockLists(*(t.to(device) for t in lists)) for lists in (self.rows, self.cols)
-        )
+        rows, cols = (BlockLists(*(t.to(device) for t in way)) for way in (self.rows, self.cols))
         return BlockMask(
             self.seqlen_q, self.seqlen_k, self.block_m, self.block_n, rows, cols,
             self.token_masks.to(device),
@@ -395,12 +386,12 @@ class BlockMask:
 
     def __repr__(self) -> str:
         num_partial = int((self.rows.bounds[..., 1] - self.rows.bounds[..., 0]).sum())
+        names = (*_SIZES, "mask_batch", "mask_heads", "num_blocks")
+        sizes = ", ".join(f"{name}={getattr(self, name)}" for name in names)
         return (
-            f"BlockMask(seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}, "
-            f"block_m={self.block_m}, block_n={self.block_n}, mask_batch={self.mask_batch}, "
-            f"mask_heads={self.mask_heads}, num_blocks={self.num_blocks}, "
-            f"num_partial={num_partial}, num_patterns={self.token_masks.shape[0]}, "
-            f"density={self.density:.4g}, device={self.device})"
+            f"BlockMask({sizes}, num_partial={num_partial}, "
+            f"num_patterns={self.token_masks.shape[0]}, density={self.density:.4g}, "
+            f"device={self.device})"
         )
 
     def __str__(self) -> str:
