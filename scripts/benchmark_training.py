@@ -1,0 +1,286 @@
+"""Tokens a second of training GPT-2, ours beside the recipes that a user would pick instead:
+python -m scripts.benchmark_training --help
+
+Each contestant is built in a process of its own; then all take turns, a few steps each, and give
+back what memory they can between them. "trainer" is `python train.py` in ours' setting, with
+loader, logging and the guard against bad steps; it runs alone, and its rate is that of its last
+half.
+"""
+
+import argparse
+import csv
+import datetime
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from model.callbacks import peak_flops
+from model.gpt import GPT
+from model.run import environment
+from scripts.arguments import command_line
+from scripts.compare_attention import speed
+from scripts.plan import SIZES
+from scripts.report_page import Table as ReportTable
+from scripts.svg_plot import Plot
+from scripts.training_contestants import (
+    CONTESTANTS,
+    Setting,
+    build_racer,
+    configured,
+    release_memory,
+)
+
+TRAINER = "trainer"
+TITLES = {**{name: who.title for name, who in CONTESTANTS.items()}, TRAINER: "ours, train.py"}
+# What the issue of speed is held against: (ours, rival).
+RATIOS = (("ours", "plain"), ("ours_dropout", "plain_dropout"), ("ours_dropout", "hf_eager"),
+          (TRAINER, "ours"))  # fmt: skip
+_TRAINER_STEPS = 60
+
+
+def serve(pipe, name: str, setting: Setting, num_kernels: int = 0) -> None:
+    """A contestant's process: build, say so with its slowest kernels, then time as many steps as it
+    is asked for."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        racer = build_racer(name, setting)
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    except Exception as error:  # of any rival's: it is reported as its result
+        text = (str(error).splitlines() or [""])[0]
+        pipe.send({"failure": f"{type(error).__name__}: {text}"[:160]})
+        return
+    kernels = slowest_kernels(racer.step, num_kernels) if num_kernels else {}
+    release_memory()
+    facts = {"micro_batch": racer.micro_batch, "peak_gib": peak and peak / 2**30}
+    pipe.send({**facts, "failure": None, **({"kernels_ms": kernels} if kernels else {})})
+    while (steps := pipe.recv()) is not None:
+        racer.step()  # what it gave back comes again
+        _wait()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            racer.step()
+        _wait()
+        seconds = (time.perf_counter() - begin) / steps
+        release_memory()
+        pipe.send(seconds)
+
+
+def slowest_kernels(step, count: int) -> dict[str, float]:
+    """Name -> milliseconds a step, of the `count` that take the most, and "all" (operators, where
+    there is no GPU). Three steps are profiled."""
+    has_gpu = torch.cuda.is_available()
+    kind = torch.profiler.ProfilerActivity.CUDA if has_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as profile:
+        for _ in range(3):
+            step()
+        _wait()
+    field = "self_device_time_total" if has_gpu else "self_cpu_time_total"
+    times = {event.key: getattr(event, field) / 3000 for event in profile.key_averages()}
+    slowest = sorted(times, key=times.get, reverse=True)[:count]
+    return {"all": sum(times.values()), **{name[:120]: times[name] for name in slowest}}
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def race(
+    setting: Setting, names: list[str], rounds: int, steps: int, num_kernels: int = 0
+) -> list[dict]:
+    """A row for each contestant: medians over the rounds."""
+    spawn = multiprocessing.get_context("spawn")
+    facts, pipes, processes = {}, {}, []
+    try:
+        for name in track(names, f"{setting.model} {setting.seqlen}: building"):
+            pipe, far_end = spawn.Pipe()
+            process = spawn.Process(
+                target=serve, args=(far_end, name, setting, num_kernels), daemon=True
+            )
+            process.start()
+            far_end.close()
+            processes.append(process)
+            try:
+                facts[name] = pipe.recv()
+            except EOFError:
+                process.join()
+                facts[name] = {"failure": f"its process ended with {process.exitcode}"}
+            if facts[name]["failure"] is None:
+                pipes[name] = pipe
+        seconds = {name: [] for name in pipes}
+        for turn in range(rounds if pipes else 0):
+            first = turn % len(pipes)
+            for name in [*pipes][first:] + [*pipes][:first]:
+                pipes[name].send(steps)
+                seconds[name].append(pipes[name].recv())
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [
+        row_of(
+            name, setting, facts[name],
+            setting.tokens / statistics.median(seconds[name]) if name in seconds else None,
+        )
+        for name in names
+    ]  # fmt: skip
+
+
+def run_trainer(setting: Setting) -> dict:
+    """The row of `python train.py`, dropout 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "train.py", *configured(setting, 0.0, "auto"), "data=embedded",
+            f"data.seqlen={setting.seqlen}", f"data.batch_tokens={setting.tokens}",
+            "data.val_fraction=0", f"trainer.max_steps={_TRAINER_STEPS}", "sample_prompt=null",
+            "callbacks.checkpoints=null", f"runs_root={folder}", "run_name=trainer",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            lines = (done.stderr or done.stdout).strip().splitlines()
+            return row_of(TRAINER, setting, {"failure": lines[-1][:160] if lines else "?"}, None)
+        with (Path(folder) / "trainer/metrics.csv").open(newline="") as file:
+            found = speed(list(csv.DictReader(file)))
+    facts = {"micro_batch": setting.tokens // setting.seqlen, "peak_gib": found.get("peak_gib")}
+    return row_of(TRAINER, setting, {**facts, "failure": None}, found["tokens_per_s"])
+
+
+def row_of(name: str, setting: Setting, facts: dict, tokens_per_s: float | None) -> dict:
+    """Of the record; `facts` of `serve`."""
+    row = {
+        "impl": name,
+        "model": setting.model,
+        "seqlen": setting.seqlen,
+        "tokens": setting.tokens,
+        "dropout_p": CONTESTANTS[name].dropout_p if name in CONTESTANTS else 0.0,
+        **facts,
+        "tokens_per_s": tokens_per_s,
+    }
+    peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    if tokens_per_s and peak and setting.model in SIZES:
+        depth, dim, nheads = SIZES[setting.model]
+        with torch.device("meta"):
+            model = GPT(depth=depth, dim=dim, nheads=nheads, max_seqlen=setting.seqlen)
+        for kind, flops in model.flops_per_token(setting.seqlen).items():
+            row[f"mfu_{kind}"] = flops * tokens_per_s / peak
+    return row
+
+
+def speed_table(record: dict) -> tuple[list[str], list[list[str]]]:
+    """(Header, rows): thousand tokens a second and GiB of each contestant, then the ratios."""
+    cells = {(r["model"], r["seqlen"], r["impl"]): r for r in record["rows"]}
+    names = [name for name in TITLES if any(key[2] == name for key in cells)]
+    ratios = [pair for pair in RATIOS if set(pair) <= set(names)]
+    header = ["thousand tokens/s (GiB)", *(TITLES[name] for name in names)]
+    header += [f"{TITLES[a]} / {TITLES[b]}" for a, b in ratios]
+    lines = []
+    for model, seqlen in dict.fromkeys(key[:2] for key in cells):
+        found = {name: cells.get((model, seqlen, name), {}) for name in names}
+        rates = {name: row.get("tokens_per_s") for name, row in found.items()}
+        line = [f"{model}, {seqlen:,}"]
+        for name, rate in rates.items():
+            gib = found[name].get("peak_gib")
+            memory = f" ({gib:.1f})" if gib else ""
+            line.append(f"{rate / 1000:.4g}{memory}" if rate else "-")
+        for a, b in ratios:
+            line.append(f"{rates[a] / rates[b]:.2f}" if rates[a] and rates[b] else "-")
+        lines.append(line)
+    return header, lines
+
+
+def report_blocks(record: dict) -> list:
+    """The table and, for each model, the rates over the context."""
+    header, lines = speed_table(record)
+    rows = [row for row in record["rows"] if row["tokens_per_s"]]
+    blocks = [ReportTable(header, lines, "An optimizer step of GPT-2, medians")]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        series = {
+            TITLES[name]: sorted(
+                (row["seqlen"], row["tokens_per_s"] / 1000)
+                for row in rows
+                if (row["model"], row["impl"]) == (model, name)
+            )
+            for name in TITLES
+        }
+        series = {name: points for name, points in series.items() if len(points) > 1}
+        if series:
+            blocks.append(Plot(f"Training {model}", "context", "thousand tokens/s", series))
+    return blocks
+
+
+def render(record: dict, console: Console) -> None:
+    header, lines = speed_table(record)
+    table = Table(*header, title="training")
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)
+    for row in record["rows"]:
+        if row["failure"]:
+            console.print(f"{row['impl']}, {row['model']} {row['seqlen']}: {row['failure']}")
+        for name, ms in row.get("kernels_ms", {}).items():
+            console.print(f"{row['impl']}, {row['model']} {row['seqlen']}: {ms:8.3f} ms {name}")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=["gpt2_small"], choices=SIZES)
+    parser.add_argument(
+        "--contexts", nargs="+", type=int, default=[1024, 2048, 4096, 8192, 16384, 65536]
+    )
+    parser.add_argument("--contestants", nargs="+", default=[*TITLES], choices=TITLES)
+    parser.add_argument("--tokens", type=int, default=65536, help="of an optimizer step")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="of a contestant in a round")
+    parser.add_argument("--kernels", type=int, default=0, help="profile: the slowest so many")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmark_training.json"))
+    parser.add_argument("overrides", nargs="*", help="of train.py for ours, key=value")
+    args = parser.parse_args()
+    for seqlen in args.contexts:
+        if seqlen < 1 or args.tokens % seqlen:
+            parser.error(f"--tokens ({args.tokens}) must be a multiple of each context: {seqlen}")
+    if args.rounds < 1 or args.steps < 1:
+        parser.error("--rounds and --steps must be at least 1")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmark_training needs a GPU, none is visible")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for model in args.models:
+        for seqlen in args.contexts:
+            setting = Setting(model, seqlen, args.tokens, overrides=tuple(args.overrides))
+            racers = [name for name in args.contestants if name != TRAINER]
+            rows += race(setting, racers, args.rounds, args.steps, args.kernels)
+            if TRAINER in args.contestants:
+                rows.append(run_trainer(setting))
+            record = {
+                "name": "benchmark_training",
+                "command": command_line("scripts.benchmark_training", omit="--output"),
+                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                **environment(),
+                "settings": {k: v for k, v in vars(args).items() if k != "output"},
+                "rows": rows,
+            }
+            args.output.write_text(json.dumps(record, indent=1) + "\n")  # what is measured is kept
+    render(record, Console(width=200))
+    print(f"record {args.output}")
+
+
+if __name__ == "__main__":
+    main()

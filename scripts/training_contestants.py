@@ -1,0 +1,178 @@
+"""The training steps that scripts.benchmark_training lets race: the same GPT-2 in our recipe, in
+the plain one, and as Hugging Face's."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+class Setting(NamedTuple):
+    """What all contestants of a race have in common."""
+
+    model: str  # of configs/model
+    seqlen: int
+    tokens: int  # of a step, a multiple of seqlen
+    compile: bool = True  # where the contestant is a compiled one
+    overrides: tuple[str, ...] = ()  # of train.py, for ours
+
+
+class Contestant(NamedTuple):
+    title: str
+    dropout_p: float
+    attention: str  # of configs/attention, or of Hugging Face
+    family: str  # ours, plain or hf
+    is_compiled: bool = True
+
+
+CONTESTANTS = {
+    "ours": Contestant("ours", 0.0, "auto", "ours"),
+    "ours_dropout": Contestant("ours, dropout", 0.1, "auto", "ours"),
+    "plain": Contestant("plain recipe, SDPA, compiled", 0.0, "sdpa", "plain"),
+    "plain_dropout": Contestant("plain recipe, dropout", 0.1, "sdpa", "plain"),
+    "hf_eager": Contestant("Hugging Face, eager", 0.1, "eager", "hf", False),
+    "hf_sdpa": Contestant("Hugging Face, SDPA", 0.1, "sdpa", "hf", False),
+    "hf_compiled": Contestant("Hugging Face, SDPA, compiled", 0.1, "sdpa", "hf"),
+}
+
+# Summed loss of (batch, seqlen) token ids, given those after them.
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def configured(setting: Setting, dropout_p: float, attention: str) -> list[str]:
+    """Overrides of train.py for the paper's GPT-2 recipe in this setting."""
+    return [
+        "experiment=gpt2_1k",
+        f"model={setting.model}",
+        f"attention={attention}",
+        f"data.seqlen={setting.seqlen}",
+        f"data.batch_tokens={setting.tokens}",
+        f"task.micro_batch_tokens={setting.tokens}",
+        *(f"model.{kind}_dropout={dropout_p}" for kind in ("embd", "resid", "attn")),
+        *setting.overrides,
+    ]
+
+
+def _ours(setting: Setting, who: Contestant) -> tuple[nn.Module, Optimizer, Loss]:
+    """The task that train.py trains, without the trainer around it."""
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        cfg = compose("train", configured(setting, who.dropout_p, who.attention))
+    OmegaConf.update(cfg, "task.compile", setting.compile)
+    task = instantiate(cfg.task).to(_device())
+    optimizer = task.configure_optimizers()
+    if who.family == "ours":
+        return task.model, optimizer, lambda ids, labels: task.sums(_batch(ids, labels))["loss"]
+    model = task.model
+
+    def plain_loss(ids: Tensor, labels: Tensor) -> Tensor:
+        logits = F.linear(model.hidden(ids), model.head_weight)  # padding too, as is usual
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    return model, optimizer, _compiled(plain_loss, setting)
+
+
+def _hugging_face(setting: Setting, who: Contestant) -> tuple[nn.Module, Optimizer, Loss]:
+    """transformers' own model and loss, which leaves out the label behind each sequence."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        shape = compose("train", configured(setting, 0.0, "sdpa")).model
+    config = GPT2Config(
+        n_positions=setting.seqlen, n_layer=shape.depth, n_embd=shape.dim, n_head=shape.nheads,
+        embd_pdrop=who.dropout_p, resid_pdrop=who.dropout_p, attn_pdrop=who.dropout_p,
+        attn_implementation=who.attention, use_cache=False,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).to(_device()).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, fused=True)
+    forward = _compiled(model, setting) if who.is_compiled else model
+
+    def loss(ids: Tensor, labels: Tensor) -> Tensor:
+        return forward(input_ids=ids, labels=ids).loss * labels.numel()
+
+    return model, optimizer, loss
+
+
+def _compiled(function: Callable, setting: Setting) -> Callable:
+    return torch.compile(function, dynamic=False) if setting.compile else function
+
+
+def _batch(ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": ids, "labels": labels}
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Racer:
+    """One contestant, built: `step` is one optimizer step on random tokens, in bf16 autocast on a
+    GPU.
+
+    Args:
+        micro_batch: sequences of one forward and backward; divides those of a step.
+    """
+
+    def __init__(self, name: str, setting: Setting, micro_batch: int):
+        who = CONTESTANTS[name]
+        torch.manual_seed(0)
+        build = _hugging_face if who.family == "hf" else _ours
+        self.model, self.optimizer, self.loss = build(setting, who)
+        self.model.train()
+        self.micro_batch, self.num_tokens = micro_batch, setting.tokens
+        shape = (2, setting.tokens // setting.seqlen, setting.seqlen + 1)
+        generator = torch.Generator().manual_seed(1)
+        self.batches = torch.randint(0, 50257, shape, generator=generator).to(_device())
+        self.num_steps = 0
+
+    def step(self) -> Tensor:
+        """The mean loss before the step, a scalar that nobody has waited for."""
+        batch = self.batches[self.num_steps % len(self.batches)]
+        self.num_steps += 1
+        total = 0.0
+        for tokens in batch.split(self.micro_batch):
+            with torch.autocast("cuda", torch.bfloat16, enabled=batch.is_cuda):
+                loss = self.loss(tokens[:, :-1], tokens[:, 1:]) / self.num_tokens
+            loss.backward()
+            total = total + loss.detach()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+
+def build_racer(name: str, setting: Setting) -> Racer:
+    """With the largest micro-batch that memory holds, after two steps of it.
+
+    Raises:
+        torch.OutOfMemoryError: it holds not even one sequence.
+    """
+    micro_batch = setting.tokens // setting.seqlen
+    while True:
+        try:
+            racer = Racer(name, setting, micro_batch)
+            for _ in range(2):
+                racer.step()
+            return racer
+        except torch.OutOfMemoryError:
+            if micro_batch == 1:
+                raise
+        racer = None  # what it held goes before the next try
+        torch.compiler.reset()
+        release_memory()
+        micro_batch //= 2
+
+
+def release_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

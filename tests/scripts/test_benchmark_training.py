@@ -1,0 +1,91 @@
+import pytest
+import torch
+from torch.nn import functional as F
+
+from scripts import training_contestants
+from scripts.benchmark_training import race, report_blocks, row_of, serve, speed_table
+from scripts.training_contestants import Racer, Setting, build_racer
+
+TINY = Setting("gpt2_tiny", seqlen=16, tokens=64, compile=False)
+
+
+@pytest.mark.parametrize("name", ["ours", "plain", "hf_sdpa"])
+def test_a_step_trains_on_the_mean_loss_of_its_batch(name):
+    """Whatever the micro-batch; the loss against that of the model's own logits."""
+    if name == "hf_sdpa":
+        pytest.importorskip("transformers")
+    whole, parts = (Racer(name, TINY, micro) for micro in (4, 1))
+    if name == "hf_sdpa":
+        for racer in (whole, parts):
+            racer.model.eval()  # their dropout is 0.1
+    tokens = whole.batches[0]
+    with torch.no_grad():
+        if name == "hf_sdpa":
+            # Their loss leaves out the last token: a mean of 15 labels, weighed as one of 16.
+            logits = whole.model(tokens[:, :-1]).logits[:, :-1]
+            expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:-1].flatten())
+        else:
+            hidden = whole.model.hidden(tokens[:, :-1])
+            logits = F.linear(hidden, whole.model.head_weight)
+            logits = logits[..., : 50257 if name == "ours" else None]
+            expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    losses = [[racer.step().item() for _ in range(3)] for racer in (whole, parts)]
+    assert losses[0][0] == pytest.approx(expected.item(), rel=1e-5)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][2] < losses[0][0]  # the batches take turns: the first again
+
+
+def test_takes_the_largest_micro_batch_that_memory_holds(monkeypatch):
+    tried = []
+
+    class Hungry:
+        def __init__(self, name, setting, micro_batch):
+            tried.append(micro_batch)
+            self.micro_batch = micro_batch
+
+        def step(self):
+            if self.micro_batch > holds:
+                raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(training_contestants, "Racer", Hungry)
+    holds = 1
+    assert build_racer("ours", TINY).micro_batch == 1 and tried == [4, 2, 1]
+    holds = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        build_racer("ours", TINY)
+
+
+def test_what_cannot_run_is_reported():
+    class Pipe(list):
+        send = list.append
+
+    pipe = Pipe()
+    serve(pipe, "ours", TINY._replace(model="gpt3"))
+    assert len(pipe) == 1 and "gpt3" in pipe[0]["failure"]
+
+
+def test_race():
+    """In a process of its own."""
+    (row,) = race(TINY, ["ours"], rounds=2, steps=1, num_kernels=3)
+    assert row["impl"] == "ours" and row["failure"] is None
+    assert row["tokens_per_s"] > 0 and row["micro_batch"] == 4
+    total, *slowest = row["kernels_ms"].values()
+    assert len(slowest) == 3 and sorted(slowest, reverse=True) == slowest
+    assert 0 < sum(slowest) <= total
+
+
+def test_table_of_rates_and_ratios():
+    setting = Setting("gpt2_small", 1024, 65536)
+    facts = {"failure": None, "micro_batch": 64, "peak_gib": 25.04}
+    rows = [
+        row_of("ours", setting, facts, 600_000.0),
+        row_of("plain", setting, {**facts, "peak_gib": 40.66}, 500_000.0),
+        row_of("hf_eager", setting, {"failure": "out of memory"}, None),
+    ]
+    header, lines = speed_table({"rows": rows})
+    assert lines == [["gpt2_small, 1,024", "600 (25.0)", "500 (40.7)", "-", "1.20"]]
+    assert header[-1] == "ours / plain recipe, SDPA, compiled"
+    rows += [{**row, "seqlen": 4096, "tokens_per_s": 4e5} for row in rows[:1]]
+    table, plot = report_blocks({"rows": rows})
+    assert len(table.rows) == 2
+    assert plot.series == {"ours": [(1024, 600.0), (4096, 400.0)]}
