@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from data.causal_lm import CausalLMData
 from data.classification import ClassificationData
 from data.masked_lm import MaskedLMData
+from data.packed_documents import PackedDocumentsData
 from data.stepped import SteppedData
 from model.attention import auto_attention
 from model.block_sparse import BlockSparseAttention
@@ -49,11 +50,7 @@ WANTS_TRACEBACK = bool(os.environ.get("HYDRA_FULL_ERROR"))
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
 BUILD_ERRORS = (
     *CONFIGURATION_ERRORS,
-    MisconfigurationException,
-    ValueError,
-    TypeError,
-    OSError,
-    ImportError,
+    *(MisconfigurationException, NotImplementedError, ValueError, TypeError, OSError, ImportError),
 )
 
 
@@ -196,11 +193,13 @@ def build(cfg: DictConfig) -> tuple[DictConfig, Run, Any, Any, Trainer]:
     is_flash = getattr(attention, "__module__", "").startswith("flash_kernels.attention")
     needs_gpu = is_flash or isinstance(attention, BlockSparseAttention)
     if shared > 1 and cfg.context_parallel.method == "ring":
-        if not on_gpu or not (is_flash or attention is auto_attention):
+        if not needs_gpu and not (on_gpu and attention is auto_attention):
             raise ValueError(
-                "context_parallel.method=ring needs attention=flash and GPUs: use method=heads"
+                "context_parallel.method=ring needs attention=flash or block_sparse, and GPUs: use "
+                "method=heads"
             )
-    if needs_gpu and not on_gpu:
+    # Triton's interpreter, slow, is to look into the kernels.
+    if needs_gpu and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         name = describe_attention(attention, on_gpu)
         raise ValueError(f"attention={name} needs a GPU; use attention=sdpa or attention=auto here")
     say(f"attention: {describe_attention(attention, on_gpu)}")
@@ -212,7 +211,8 @@ def build(cfg: DictConfig) -> tuple[DictConfig, Run, Any, Any, Trainer]:
             raise ValueError("context_parallel splits the sequences of a GPT alone: set size=1")
         if len(data.contexts) > 1:
             raise ValueError("context_parallel trains at one context: data.context_warmup=null")
-        task.split_sequences(shared, cfg.context_parallel.method, data.seqlen)
+        packed = isinstance(data, PackedDocumentsData)
+        task.split_sequences(shared, cfg.context_parallel.method, data.seqlen, packed=packed)
     for seqlen in data.contexts:
         task.micro_batch(data.batch_tokens // seqlen // groups, seqlen // shared)
     task.make_optimizer(torch.nn.Linear(1, 1))  # refuses what the optimizer refuses

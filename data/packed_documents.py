@@ -158,8 +158,6 @@ class PackedDocumentsData(CausalLMData):
 
     def setup(self, stage: str | None = None) -> None:
         """Open the store, pack its documents, and say what that wastes."""
-        if self.processes_per_sample > 1:
-            raise ValueError("context_parallel splits rows of one sequence: use data=text")
         is_packed = bool(self._rows)
         super().setup(stage)
         if not self.num_samples:

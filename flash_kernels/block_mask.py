@@ -6,8 +6,9 @@ Memory is linear in the number of visible blocks and of distinct token masks.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,8 +32,8 @@ if TYPE_CHECKING:  # its import takes seconds: the compiler's
 
 _FORMAT = "flash_kernels.BlockMask 1"
 _SIZES = ("seqlen_q", "seqlen_k", "block_m", "block_n")
-# Restrictions kept on a mask; a training loop with ever new lengths must not grow without bound.
-_MAX_RESTRICTIONS = 32
+# Results kept on a mask; a training loop with ever new lengths must not grow without bound.
+_MAX_KEPT = 32
 
 
 class BlockMask:
@@ -66,7 +67,7 @@ class BlockMask:
         self.block_m, self.block_n = block_m, block_n
         self.rows, self.cols = rows, cols
         self.token_masks = token_masks
-        self._restrictions: dict[tuple, BlockMask] = {}
+        self._kept: dict[tuple, Any] = {}
 
     @classmethod
     def from_dense(
@@ -270,10 +271,8 @@ class BlockMask:
         seqlen_k = self.seqlen_k if seqlen_k is None else seqlen_k
         checks.check_covered("seqlen_q", seqlen_q, self.num_rows * self.block_m)
         checks.check_covered("seqlen_k", seqlen_k, self.num_cols * self.block_n)
-        key = (left, right, seqlen_q, seqlen_k, per_row_tails, mask_all)
-        if key not in self._restrictions:
-            if len(self._restrictions) >= _MAX_RESTRICTIONS:
-                del self._restrictions[next(iter(self._restrictions))]
+
+        def restrict() -> BlockMask:
             blocks = restrict_blocks(
                 list_blocks(self.rows),
                 (self.block_m, self.block_n),
@@ -283,8 +282,17 @@ class BlockMask:
             )
             if mask_all:
                 blocks = blocks._replace(is_full=torch.zeros_like(blocks.is_full))
-            self._restrictions[key] = self._with(blocks, seqlen_q, seqlen_k)
-        return self._restrictions[key]
+            return self._with(blocks, seqlen_q, seqlen_k)
+
+        return self.kept((left, right, seqlen_q, seqlen_k, per_row_tails, mask_all), restrict)
+
+    def kept(self, key: tuple, make: Callable[[], Any]) -> Any:
+        """make(), and what it made before for this key; the last 32 results stay."""
+        if key not in self._kept:
+            if len(self._kept) >= _MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = make()
+        return self._kept[key]
 
     def _with(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> "BlockMask":
         num_rows, num_cols = -(-seqlen_q // self.block_m), -(-seqlen_k // self.block_n)

@@ -181,12 +181,12 @@ def backward(
 
 
 def dense_options(
-    q: Tensor, k: Tensor, seed: Tensor | None, softmax_scale: float, window_right: int | None,
-    dropout_p: float, kernel: str | None,
+    seqlen_q: int, seqlen_k: int, seed: Tensor | None, softmax_scale: float,
+    window_right: int | None, dropout_p: float, kernel: str | None, blocks: tuple = NO_BLOCKS,
 ) -> tuple:  # fmt: skip
-    """What forward and backward take after their tensors in a dense call without a block mask."""
+    """What forward and backward take after their tensors in a dense call."""
     return (
-        None, None, None, None, seed, *NO_BLOCKS, q.shape[1], k.shape[1], softmax_scale, 0.0, None,
+        None, None, None, None, seed, *blocks, seqlen_q, seqlen_k, softmax_scale, 0.0, None,
         window_right, dropout_p, kernel, False,
     )  # fmt: skip
 

@@ -8,7 +8,8 @@ those of the whole: memory stays that of one process's share.
 With a causal mask the shares are zigzag: of 2 * size chunks process r holds chunks r and
 2 * size - 1 - r, so that every process has the same work in every step. Packed sequences are split
 as one stream, wherever they begin and end: positions of a share rise, so that what it holds of a
-sequence is a run of its rows, and a step is one packed call whose sequences may be empty.
+sequence is a run of its rows, and a step is one packed call whose sequences may be empty. Of a
+block mask each step walks the blocks of its queries and keys; without one it computes nothing.
 """
 
 from typing import Any
@@ -20,6 +21,12 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from . import operators
 from .attention import Seed, autocast, check_kernel, check_packed_layout, check_qkv, seed_tensor
+from .block_mask import BlockMask
+from .block_sparse import check_mask
+from .ring_blocks import held_chunks, parts, step_masks
+
+_LISTS = 7  # tensors of a step's block mask
+_LEAST = torch.finfo(torch.float32).min
 
 
 def zigzag_positions(seqlen: int, rank: int, size: int) -> Tensor:
@@ -42,6 +49,7 @@ def ring_attention(
     k: Tensor,
     v: Tensor,
     *,
+    block_mask: BlockMask | None = None,
     group: dist.ProcessGroup | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
@@ -50,12 +58,16 @@ def ring_attention(
     deterministic: bool = False,
     kernel: str | None = None,
 ) -> Tensor:
-    """flash_attention over the sequence that the processes of `group` hold together.
+    """flash_attention or block_sparse_attention over the sequence that the processes of `group`
+    hold together.
 
     Args:
         q: (batch, seqlen / size, nheads, headdim), float16, bfloat16 or float32: this process's
-            share, with causal the positions of zigzag_positions, else any.
+            share, with causal or a block mask the positions of zigzag_positions, else any.
         k, v: (batch, seqlen / size, nheads_k, headdim), the same share.
+        block_mask: as in block_sparse_attention, of the whole sequence, the same on all processes.
+            Each cuts out what it needs at the first call and keeps that with the mask. seqlen is a
+            multiple of 2 * size blocks, in rows and in columns.
         group: None is all processes. All of them call at the same time with the same shapes.
         causal, softmax_scale, dropout_p, deterministic, kernel: as in flash_attention.
         dropout_seed: as in flash_attention, each process its own. The dropped probabilities depend
@@ -66,8 +78,8 @@ def ring_attention(
         the rounding of each step's part to that dtype; a second derivative is not served.
 
     Raises:
-        ValueError: as flash_attention; q, k and v must have the same batch and rows, with causal an
-            even number of rows.
+        ValueError: as flash_attention and block_sparse_attention; q, k and v must have the same
+            batch and rows, with causal an even number of rows; blocks must divide the chunks.
     """
     q, k, v = autocast(q, k, v)
     check_qkv(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
@@ -76,9 +88,14 @@ def ring_attention(
             "q and k must have the same batch and rows, with causal an even number of rows, "
             f"got {tuple(q.shape[:2])} and {tuple(k.shape[:2])}"
         )
+    steps = []
+    if block_mask is not None:
+        check_mask(block_mask, q, q.shape[0])
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        steps = step_masks(block_mask, rank, size, q.shape[1] * size, causal)
     return _attend(
-        q, k, v, None, group, causal, 0, softmax_scale, dropout_p, dropout_seed, deterministic,
-        kernel,
+        q, k, v, None, steps, group, causal, 0, softmax_scale, dropout_p, dropout_seed,
+        deterministic, kernel,
     )  # fmt: skip
 
 
@@ -102,40 +119,46 @@ def ring_attention_varlen(
     Args:
         q: (total / size, nheads, headdim): this process's share of the packed rows, causal or not
             the positions of zigzag_positions(total, rank, size). Sequences may begin and end
-            anywhere, also within a share.
-        k, v: (total / size, nheads_k, headdim), the same share.
+            anywhere, also within a share. Or (lines, length / size, nheads, headdim): of each of so
+            many lines, total / length, its positions of zigzag_positions(length, rank, size); no
+            sequence goes on in the next line.
+        k, v: (total / size, nheads_k, headdim), or as q with lines: the same share.
         cu_seqlens: int32 (batch + 1,), contiguous, on q's device, the same on all processes: where
-            the sequences start in the whole, from 0 to total. Not read by the host.
+            the sequences start in the whole, line after line, from 0 to total. Not read by the
+            host.
         max_seqlen: at least the longest sequence.
         The rest as in ring_attention.
 
     Returns:
-        (total / size, nheads, headdim), dtype of q.
+        The shape and dtype of q.
 
     Raises:
         ValueError: as flash_attention_varlen; q, k and v must have the same even number of rows.
     """
     q, k, v = autocast(q, k, v)
-    check_qkv(q, k, v, 3, "(total, nheads, headdim)")
-    if q.shape[0] != k.shape[0] or q.shape[0] % 2:
+    check_qkv(q, k, v, max(3, q.dim()), "(total, nheads, headdim), or the same by line")
+    if q.shape[:-2] != k.shape[:-2] or q.shape[-3] % 2:
         raise ValueError(
-            f"q and k must have the same even number of rows, got {q.shape[0]} and {k.shape[0]}"
+            "q and k must have the same even number of rows, "
+            f"got {tuple(q.shape[:-2])} and {tuple(k.shape[:-2])}"
         )
     check_packed_layout("cu_seqlens", cu_seqlens, q.device)
-    total = q.shape[0] * dist.get_world_size(group)
+    total = q.shape[:-2].numel() * dist.get_world_size(group)
     torch.ops.flash_kernels.check_cu_seqlens(
         cu_seqlens, cu_seqlens, total, total, max_seqlen, max_seqlen
     )
+    shape = q.shape
+    q, k, v = (t.view(-1, *t.shape[-3:]) for t in (q, k, v))
     return _attend(
-        q, k, v, cu_seqlens, group, causal, max_seqlen, softmax_scale, dropout_p, dropout_seed,
+        q, k, v, cu_seqlens, [], group, causal, max_seqlen, softmax_scale, dropout_p, dropout_seed,
         deterministic, kernel,
-    )  # fmt: skip
+    ).view(shape)  # fmt: skip
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, group: dist.ProcessGroup | None,
-    causal: bool, max_seqlen: int, softmax_scale: float | None, dropout_p: float,
-    dropout_seed: Seed, deterministic: bool, kernel: str | None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, steps: list[BlockMask],
+    group: dist.ProcessGroup | None, causal: bool, max_seqlen: int, softmax_scale: float | None,
+    dropout_p: float, dropout_seed: Seed, deterministic: bool, kernel: str | None,
 ) -> Tensor:  # fmt: skip
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
@@ -144,9 +167,12 @@ def _attend(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     ring = group or dist.group.WORLD
     assert ring is not None
+    blocks = [t for mask in steps for t in (*mask.rows, *mask.cols, mask.token_masks)]
+    sizes = (steps[0].block_m, steps[0].block_n) if steps else (0, 0)
     return torch.ops.flash_kernels.ring_forward(
-        q, k, v, cu_seqlens, seed, ring.group_name, causal, max_seqlen, scale, dropout_p, kernel
-    )[0]
+        q, k, v, cu_seqlens, seed, blocks, *sizes, ring.group_name, causal, max_seqlen, scale,
+        dropout_p, kernel,
+    )[0]  # fmt: skip
 
 
 class _Exchange:
@@ -168,16 +194,6 @@ class _Exchange:
         return self.received
 
 
-def parts(rank: int, source: int, rows: int, causal: bool) -> tuple[slice, slice, bool]:
-    """(query rows, keys, whether causal) of the step that holds the keys of process `source`."""
-    everything = slice(0, rows)
-    if not causal or source == rank:
-        return everything, everything, causal
-    if source < rank:  # its first chunk is before both of ours, its second one behind
-        return everything, slice(0, rows // 2), False
-    return slice(rows // 2, rows), everything, False
-
-
 def pair_seed(seed: Tensor, source: int) -> Tensor:
     """Dropout seed of a process's queries, whose own seed is given, and the keys of `source`.
 
@@ -193,35 +209,56 @@ def held_cu_seqlens(cu_seqlens: Tensor, source: int, size: int, rows: int, part:
     Args:
         cu_seqlens: of the whole.
         source, size: the process, of how many.
-        rows: of its share.
+        rows: of its share of a line.
         part: of these rows: all, or the first or second half, which are its two chunks.
     """
-    half = rows // 2
-    chunks = (source, 2 * size - 1 - source)[part.start // half : part.stop // half]
-    first, *others = ((cu_seqlens - chunk * half).clamp(0, half) for chunk in chunks)
-    return sum(others, first).int()
+    half, length = rows // 2, rows * size
+    line = cu_seqlens.div(length, rounding_mode="floor")
+    place = cu_seqlens - line * length
+    held = [(place - c * half).clamp(0, half) for c in held_chunks(source, size, rows, part)]
+    return (line * (part.stop - part.start) + sum(held)).int()
 
 
-def _step(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, seed: Tensor | None, rank: int,
-    source: int, size: int, causal: bool, max_seqlen: int, scale: float, p: float,
-    kernel: str | None,
-) -> tuple[slice, slice, tuple]:  # fmt: skip
-    """Rows of q, of k, and what the operators take for the step with the keys of `source`."""
-    num_rows = q.shape[-3]
-    rows, cols, is_causal = parts(rank, source, num_rows, causal)
-    seed = None if seed is None else pair_seed(seed, source)
-    right = 0 if is_causal else None
-    if cu_seqlens is None:
-        options = operators.dense_options(q[:, rows], k[:, cols], seed, scale, right, p, kernel)
-        return rows, cols, options
-    cu_q = held_cu_seqlens(cu_seqlens, rank, size, num_rows, rows)
-    cu_k = held_cu_seqlens(cu_seqlens, source, size, num_rows, cols)
-    longest_q, longest_k = (min(max_seqlen, part.stop - part.start) for part in (rows, cols))
-    options = operators.packed_options(
-        cu_q, cu_k, longest_q, longest_k, seed, scale, right, p, kernel
-    )
-    return rows, cols, options
+class _Step:
+    """The attention of a process's `rows` to the `cols` of `source`.
+
+    options: of the operators; None where nothing is seen.
+    """
+
+    def __init__(
+        self, q: Tensor, ring: dist.ProcessGroup, source: int, cu_seqlens: Tensor | None,
+        seed: Tensor | None, blocks: list[Tensor], block_m: int, block_n: int, causal: bool,
+        max_seqlen: int, scale: float, dropout_p: float, kernel: str | None,
+    ) -> None:  # fmt: skip
+        rank, size, num_rows = dist.get_rank(ring), dist.get_world_size(ring), q.shape[1]
+        self.rows, self.cols, is_causal = parts(rank, source, num_rows, causal)
+        self.is_packed = cu_seqlens is not None
+        seed = None if seed is None else pair_seed(seed, source)
+        rest = (seed, scale, 0 if is_causal else None, dropout_p, kernel)
+        seqlen_q, seqlen_k = (part.stop - part.start for part in (self.rows, self.cols))
+        self.options: tuple | None
+        if cu_seqlens is not None:
+            cu_q, cu_k = (
+                held_cu_seqlens(cu_seqlens, process, size, num_rows, part)
+                for process, part in ((rank, self.rows), (source, self.cols))
+            )
+            longest_q, longest_k = min(max_seqlen, seqlen_q), min(max_seqlen, seqlen_k)
+            self.options = operators.packed_options(cu_q, cu_k, longest_q, longest_k, *rest)
+        elif blocks:
+            walked = blocks[_LISTS * source : _LISTS * (source + 1)]
+            self.options = None
+            if walked[1].shape[0] > 0:
+                mask = (*walked, block_m, block_n)
+                self.options = operators.dense_options(seqlen_q, seqlen_k, *rest, mask)
+        else:
+            self.options = operators.dense_options(seqlen_q, seqlen_k, *rest)
+
+    def inputs(self, tensor: Tensor, rows: slice) -> Tensor:
+        """(lines, rows, nheads, headdim), of packed sequences line after line."""
+        return tensor[:, rows].flatten(0, 1) if self.is_packed else tensor[:, rows]
+
+    def qkv(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.inputs(q, self.rows), self.inputs(k, self.cols), self.inputs(v, self.cols)
 
 
 def _process_group(name: str) -> dist.ProcessGroup:
@@ -231,79 +268,88 @@ def _process_group(name: str) -> dist.ProcessGroup:
 
 @torch.library.custom_op("flash_kernels::ring_forward", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, seed: Tensor | None, group: str,
-    causal: bool, max_seqlen: int, softmax_scale: float, dropout_p: float, kernel: str | None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, seed: Tensor | None,
+    blocks: list[Tensor], block_m: int, block_n: int, group: str, causal: bool, max_seqlen: int,
+    softmax_scale: float, dropout_p: float, kernel: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out (batch, rows, nheads, headdim) and lse float32 (batch, nheads, rows); of packed
-    sequences both without batch."""
+    """out (lines, rows, nheads, headdim) and lse float32 (lines, nheads, rows).
+
+    blocks: of each step's mask the lists by row and by column and the token masks, or none.
+    """
     ring = _process_group(group)
     rank, size = dist.get_rank(ring), dist.get_world_size(ring)
-    total: Tensor | None = None
-    total_lse: Tensor | None = None
-    for step in range(size):
-        source = (rank - step) % size
-        coming = _Exchange([k, v], ring) if step + 1 < size else None
-        rows, cols, options = _step(
-            q, k, v, cu_seqlens, seed, rank, source, size, causal, max_seqlen, softmax_scale,
-            dropout_p, kernel,
+    total = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    total_lse = total.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
+    for i in range(size):
+        source = (rank - i) % size
+        coming = _Exchange([k, v], ring) if i + 1 < size else None
+        step = _Step(
+            q, ring, source, cu_seqlens, seed, blocks, block_m, block_n, causal, max_seqlen,
+            softmax_scale, dropout_p, kernel,
         )  # fmt: skip
-        q_part, k_part, v_part = (t[..., r, :, :] for t, r in ((q, rows), (k, cols), (v, cols)))
-        out, lse = operators.forward(q_part, k_part, v_part, *options)
-        if total is None or total_lse is None:
-            total, total_lse = out.float(), lse
-        else:
-            # Views: the rows of this step. Every row has seen a key in the first one.
-            old, old_lse = total[..., rows, :, :], total_lse[..., rows]
+        if step.options is not None:
+            out, lse = operators.forward(*step.qkv(q, k, v), *step.options)
+            # Views: the rows of this step.
+            old, old_lse = total[:, step.rows], total_lse[..., step.rows]
+            out = out.view(old.shape)
+            if step.is_packed:
+                lse = lse.unflatten(1, (len(q), -1)).transpose(0, 1)
             joint = torch.logaddexp(old_lse, lse)
-            old.mul_(_by_row(old_lse - joint)).add_(out * _by_row(lse - joint))
+            least = joint.clamp(min=_LEAST)  # of a row without a key yet: no inf - inf
+            old.mul_(_by_row(old_lse - least)).add_(out * _by_row(lse - least))
             old_lse.copy_(joint)
         if coming is not None:
             k, v = coming.wait()
-    assert total is not None and total_lse is not None
     return total.to(q.dtype), total_lse
 
 
 def _by_row(difference: Tensor) -> Tensor:
-    """exp of (..., nheads, rows), to multiply (..., rows, nheads, headdim)."""
-    return difference.exp().transpose(-1, -2)[..., None]
+    """exp of (lines, nheads, rows), to multiply (lines, rows, nheads, headdim)."""
+    return difference.exp().transpose(1, 2)[..., None]
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     return q.new_empty(q.shape), lse
 
 
 @torch.library.custom_op("flash_kernels::ring_backward", mutates_args=())
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_seqlens: Tensor | None, seed: Tensor | None, group: str, causal: bool, max_seqlen: int,
-    softmax_scale: float, dropout_p: float, kernel: str | None,
+    cu_seqlens: Tensor | None, seed: Tensor | None, blocks: list[Tensor], block_m: int,
+    block_n: int, group: str, causal: bool, max_seqlen: int, softmax_scale: float,
+    dropout_p: float, kernel: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv. The sums for dk and dv travel with their keys and come home at the end."""
     ring = _process_group(group)
     rank, size = dist.get_rank(ring), dist.get_world_size(ring)
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     arriving = None
-    for step in range(size):
-        source = (rank - step) % size
-        coming = _Exchange([k, v], ring) if step + 1 < size else None
-        rows, cols, options = _step(
-            q, k, v, cu_seqlens, seed, rank, source, size, causal, max_seqlen, softmax_scale,
-            dropout_p, kernel,
+    for i in range(size):
+        source = (rank - i) % size
+        coming = _Exchange([k, v], ring) if i + 1 < size else None
+        step = _Step(
+            q, ring, source, cu_seqlens, seed, blocks, block_m, block_n, causal, max_seqlen,
+            softmax_scale, dropout_p, kernel,
         )  # fmt: skip
-        q_part, k_part, v_part = (t[..., r, :, :] for t, r in ((q, rows), (k, cols), (v, cols)))
-        gradients = operators.backward(
-            dout[..., rows, :, :], None, q_part, k_part, v_part, out[..., rows, :, :],
-            lse[..., rows].contiguous(), *options,
-        )  # fmt: skip
-        dq[..., rows, :, :] += gradients[0]
+        gradients = None
+        if step.options is not None:
+            part_lse = lse[..., step.rows]
+            if step.is_packed:
+                part_lse = part_lse.transpose(0, 1).flatten(1)
+            gradients = operators.backward(
+                step.inputs(dout, step.rows), None, *step.qkv(q, k, v),
+                step.inputs(out, step.rows), part_lse.contiguous(), *step.options,
+            )  # fmt: skip
         if arriving is None:
             dkv = [torch.zeros(k.shape, dtype=torch.float32, device=k.device) for _ in range(2)]
         else:
             dkv = arriving.wait()
-        for total, part in zip(dkv, gradients[1:], strict=True):
-            total[..., cols, :, :] += part
+        if gradients is not None:
+            parts_of = (dq[:, step.rows], *(t[:, step.cols] for t in dkv))
+            for total, part in zip(parts_of, gradients, strict=True):
+                total += part.view(total.shape)
         if size > 1:
             arriving = _Exchange(dkv, ring)
         if coming is not None:
@@ -318,13 +364,16 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, seed, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, seed)
+    q, k, v, cu_seqlens, seed, blocks, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, seed, *blocks)
 
 
-def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.flash_kernels.ring_backward(dout, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, *(None,) * (2 + len(ctx.options)))
+def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, cu_seqlens, seed, *blocks = ctx.saved_tensors
+    gradients = torch.ops.flash_kernels.ring_backward(
+        dout, q, k, v, out, lse, cu_seqlens, seed, blocks, *ctx.options
+    )
+    return (*gradients, None, None, [None] * len(blocks), *(None,) * len(ctx.options))
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

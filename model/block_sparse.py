@@ -86,8 +86,7 @@ class _LayerAttention:
         missing = k.shape[1] - q.shape[1]
         if missing > 0:
             q = F.pad(q, (0, 0, 0, 0, missing, 0))
-        mask = self.attention.mask(self.index, q.device)
-        out = block_sparse_attention(q, k, v, mask, **options)
+        out = block_sparse_attention(q, k, v, self.attention.mask(self.index, q.device), **options)
         return out[:, missing:] if missing > 0 else out
 
     def packed(
@@ -127,3 +126,10 @@ def layer_attention(attention: Callable[..., Tensor], layer: int) -> Callable[..
     """What layer `layer` calls: attention itself, or its own pattern of it."""
     for_layer = getattr(attention, "for_layer", None)
     return attention if for_layer is None else for_layer(layer)
+
+
+def layer_mask(attention: Callable[..., Tensor], device: torch.device) -> "BlockMask | None":
+    """BlockMask of what layer_attention gave; None if it is no block-sparse attention."""
+    if not isinstance(attention, _LayerAttention):
+        return None
+    return attention.attention.mask(attention.index, device)

@@ -7,21 +7,27 @@ to attend over the whole sequence:
            the tokens back (DeepSpeed Ulysses, arXiv 2309.14509). Any attention function, with
            options that are the same for all heads; nheads must divide by the number of processes.
     ring   keys and values travel around (flash_kernels.ring): any number of heads, and their
-           transfer hides behind the attention of the step before. Causal or full, on a GPU.
+           transfer hides behind the attention of the step before. Our kernels: flash attention,
+           also of packed documents, and block-sparse attention of whole sequences.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.attention import is_flash
+from model.attention import Attention, Packing, is_flash, packed_attention
+from model.block_sparse import layer_mask
 from model.gpt import GPT
 from model.transformer import Block
 
 METHODS = ("heads", "ring")
+# A pattern counts from each document's start, where no chunk's blocks begin.
+_NOT_PACKED = (
+    "context_parallel.method=ring attends within documents with attention=flash alone: use "
+    "method=heads"
+)
 
 
 class ContextParallel:
@@ -83,23 +89,72 @@ class ContextParallel:
         check_seqlen(seqlen, self.size)
         return torch.arange(seqlen).view(self.size, -1)[self.rank]
 
-    def attention(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def attention(self, inner: Attention) -> Attention:
         """What a layer calls on its shares of q, k and v in place of `inner`."""
+        return (_OverHeads if self.method == "heads" else _OverRing)(inner, self)
 
-        def over_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-            q, k, v = (_all_to_all(t, self, to_heads=True) for t in (q, k, v))
-            return _all_to_all(inner(q, k, v, **options), self, to_heads=False)
 
-        def over_ring(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-            from flash_kernels.ring import ring_attention
+class _OverHeads:
+    """`inner` on the whole sequence, for this process's part of the heads."""
 
-            if not is_flash(inner, q):
-                raise NotImplementedError(
-                    "context_parallel.method=ring works with attention=flash: use method=heads"
-                )
-            return ring_attention(q, k, v, group=self.group, **options)
+    def __init__(self, inner: Attention, context: ContextParallel) -> None:
+        self.inner = inner
+        self.context = context
 
-        return over_heads if self.method == "heads" else over_ring
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        q, k, v = (_all_to_all(t, self.context, to_heads=True) for t in (q, k, v))
+        return _all_to_all(self.inner(q, k, v, **options), self.context, to_heads=False)
+
+    def packed(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, **options: Any
+    ) -> Tensor:
+        """Self-attention within documents that are packed in rows of max_seqlen tokens.
+
+        q, k, v: (rows * max_seqlen / size, nheads, headdim), this process's share of each row.
+        cu_seqlens: int32, where the documents of the whole rows start, row after row.
+        """
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+            packing = Packing(cu_seqlens, max_seqlen)
+            out = packed_attention(self.inner, q, k, v, packing, **options)
+            return out.unflatten(0, (-1, max_seqlen))
+
+        rows = (t.unflatten(0, (-1, max_seqlen // self.context.size)) for t in (q, k, v))
+        return _OverHeads(attend, self.context)(*rows).flatten(0, 1)
+
+
+class _OverRing:
+    """flash_kernels.ring for what `inner` computes: flash or block-sparse attention."""
+
+    def __init__(self, inner: Attention, context: ContextParallel) -> None:
+        self.inner = inner
+        self.context = context
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        from flash_kernels.ring import ring_attention
+
+        mask = layer_mask(self.inner, q.device)
+        if mask is None and not is_flash(self.inner, q):
+            raise NotImplementedError(
+                "context_parallel.method=ring works with attention=flash and block_sparse: use "
+                "method=heads"
+            )
+        return ring_attention(q, k, v, block_mask=mask, group=self.context.group, **options)
+
+    def packed(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, **options: Any
+    ) -> Tensor:
+        """As _OverHeads.packed."""
+        from flash_kernels.ring import ring_attention_varlen
+
+        if not is_flash(self.inner, q):
+            raise NotImplementedError(_NOT_PACKED)
+        rows = (t.unflatten(0, (-1, max_seqlen // self.context.size)) for t in (q, k, v))
+        out = ring_attention_varlen(
+            *rows, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, group=self.context.group, **options
+        )
+        return out.flatten(0, 1)
 
 
 def check_seqlen(seqlen: int, parts: int) -> None:
@@ -110,11 +165,17 @@ def check_seqlen(seqlen: int, parts: int) -> None:
         )
 
 
-def split_sequences(model: GPT, size: int, method: str, seqlen: int) -> ContextParallel:
+def split_sequences(
+    model: GPT, size: int, method: str, seqlen: int, *, packed: bool = False
+) -> ContextParallel:
     """Let each process of a group of `size` hold a share of every sequence; changes the model.
 
+    packed: rows hold documents that do not see each other.
+
     Raises:
-        ValueError: the model is none that can be split, or its heads or seqlen do not divide.
+        ValueError: the model is none that can be split, or its heads, its block masks or seqlen do
+            not divide.
+        NotImplementedError: packed, block-sparse and on a ring.
     """
     context = ContextParallel(size, method)
     if not isinstance(model, GPT):
@@ -128,7 +189,15 @@ def split_sequences(model: GPT, size: int, method: str, seqlen: int) -> ContextP
     check_seqlen(seqlen, size if method == "heads" else 2 * size)
     for block in model.blocks:
         assert isinstance(block, Block)
-        block.attention.attention = context.attention(block.attention.attention)
+        inner = block.attention.attention
+        mask = layer_mask(inner, torch.device("cpu")) if method == "ring" else None
+        if mask is not None:
+            from flash_kernels.ring_blocks import check_chunks
+
+            if packed:
+                raise NotImplementedError(_NOT_PACKED)
+            check_chunks(mask, seqlen, size)
+        block.attention.attention = context.attention(inner)
     return context
 
 

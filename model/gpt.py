@@ -122,6 +122,7 @@ class GPT(nn.Module):
         *,
         kv_cache: KVCache | None = None,
         positions: Tensor | None = None,
+        seqlen: int | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Final hidden states, after the last norm: what logits() projects.
@@ -129,11 +130,13 @@ class GPT(nn.Module):
         Args:
             input_ids: (batch, seqlen) int64, in [0, vocab_size).
             kv_cache: holds the tokens before input_ids and receives these.
-            positions: (seqlen,) int64, where input_ids are a share of longer sequences
-                (model.context_parallel); without a kv_cache.
+            positions: (share,) int64, where input_ids (batch, share) lie in the sequences of which
+                this process has a share (model.context_parallel); without a kv_cache.
+            seqlen: tokens of these sequences; given with positions.
             cu_seqlens: int32 (batch, documents + 1), where documents start in each row, the last
                 seqlen: none attends to another, and positions count from its start. A row may
-                repeat seqlen, for the same shape whatever the number of documents. Alone.
+                repeat seqlen, for the same shape whatever the number of documents. Without a
+                kv_cache.
 
         Returns:
             (batch, seqlen, dim), float32 under autocast.
@@ -143,17 +146,20 @@ class GPT(nn.Module):
         """
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must be (batch, seqlen), got {tuple(input_ids.shape)}")
-        seqlen = input_ids.shape[1]
+        shape, packing = input_ids.shape, None
+        seqlen = shape[1] if seqlen is None else seqlen
         first_position = 0 if kv_cache is None else kv_cache.length
         if first_position + seqlen > self.max_seqlen:
             raise ValueError(
                 f"the context must be at most max_seqlen = {self.max_seqlen} tokens, got "
                 f"{first_position + seqlen}; shorten it or build the model with a larger max_seqlen"
             )
-        shape, packing = input_ids.shape, None
         if cu_seqlens is not None:
             packing = pack_rows(cu_seqlens, seqlen)
-            input_ids, positions = input_ids.reshape(1, -1), packing.positions(shape.numel())
+            if positions is None:
+                positions = torch.arange(seqlen, device=input_ids.device)
+            positions = places(cu_seqlens, positions).flatten()
+            input_ids = input_ids.reshape(1, -1)
         x = self.embeddings(input_ids, first_position=first_position, positions=positions)
         for block in self.blocks:
             x = block(x, kv_cache=kv_cache, packing=packing)
@@ -201,3 +207,11 @@ def pack_rows(cu_seqlens: Tensor, seqlen: int) -> Packing:
     first = torch.arange(len(cu_seqlens), device=cu_seqlens.device, dtype=torch.int32) * seqlen
     starts = (cu_seqlens[:, :-1] + first[:, None]).flatten()
     return Packing(F.pad(starts, (0, 1), value=len(cu_seqlens) * seqlen), seqlen)
+
+
+def places(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
+    """int64 (batch, n): where positions (n,) of each row are in their documents; cu_seqlens as in
+    pack_rows."""
+    of_rows = positions.expand(len(cu_seqlens), -1).contiguous()
+    document = torch.searchsorted(cu_seqlens.contiguous(), of_rows.int(), right=True) - 1
+    return of_rows - cu_seqlens.gather(1, document)

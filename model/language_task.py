@@ -156,9 +156,9 @@ class CausalLMTask(LanguageModelTask):
         self.final_context = final_context
         self.context: int | None = None  # of the last training step
 
-    def split_sequences(self, size: int, method: str, seqlen: int) -> None:
+    def split_sequences(self, size: int, method: str, seqlen: int, *, packed: bool = False) -> None:
         """Train on shares of sequences of `seqlen` tokens: see model.context_parallel."""
-        self._parallel = split_sequences(self.model, size, method, seqlen)
+        self._parallel = split_sequences(self.model, size, method, seqlen, packed=packed)
         self._seqlen = seqlen
 
     @property
@@ -180,7 +180,11 @@ class CausalLMTask(LanguageModelTask):
         # On the device: the whole batch is small, pinned and copied without a wait.
         if self._parallel is None or not isinstance(batch, dict):
             return batch
-        return {name: tokens[:, self._positions] for name, tokens in batch.items()}
+        # Where documents start is said of the whole rows.
+        return {
+            name: tensor if name == "cu_seqlens" else tensor[:, self._positions]
+            for name, tensor in batch.items()
+        }
 
     def piece(self, batch: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
         names = ("input_ids", "labels", "cu_seqlens")
@@ -193,7 +197,8 @@ class CausalLMTask(LanguageModelTask):
             work["tokens"] = (batch["labels"] != IGNORE).sum()
             work["pairs"] = batch["cu_seqlens"].diff(dim=-1).long().square().sum()
         if self._parallel is not None and self._parallel.rank > 0:
-            work["samples"].zero_()  # a sequence counts once
+            for name in work.keys() - {"tokens"}:  # of a whole sequence, which counts once
+                work[name].zero_()
         return work
 
     def flops(self, work: dict[str, float]) -> dict[str, float]:
@@ -215,7 +220,7 @@ class CausalLMTask(LanguageModelTask):
         """Summed loss (float32) of one micro-batch; cu_seqlens: see GPT.hidden."""
         options: dict[str, Any] = {}
         if self._parallel is not None:
-            options["positions"] = self._positions
+            options = {"positions": self._positions, "seqlen": self._seqlen}
         if cu_seqlens is not None:
             options["cu_seqlens"] = cu_seqlens
         return linear_next_token_loss(

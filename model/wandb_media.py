@@ -89,7 +89,9 @@ class WandbMedia(Callback):
 def pattern_pictures(model: nn.Module) -> dict[str, str]:
     """name -> SVG of each pattern of a block-sparse model; empty for another attention."""
     for module in model.modules():
-        owner = getattr(getattr(module, "attention", None), "attention", None)
+        layer = getattr(module, "attention", None)
+        layer = getattr(layer, "inner", layer)  # of model.context_parallel
+        owner = getattr(layer, "attention", None)
         if isinstance(owner, BlockSparseAttention):
             return owner.pictures()
     return {}

@@ -7,8 +7,10 @@ A small model, to choose a configuration by, not to promise a speed. What it ass
 Memory of a GPU. 16 bytes a parameter (float32 weight, gradient, two moments of Adam), divided over
 the GPUs of a machine under FSDP2, and 2 for autocast's copy of the weights. 36 bytes times the
 width a token and layer: the residual stream twice in float32, and in bf16 both norms' outputs, q, k
-and v, the attention's output, and the MLP's hidden units before and after GELU. 8 bytes a logit of
-one chunk of the loss.
+and v, the attention's output, and the MLP's hidden units before and after GELU. With task.recompute
+24 (selective) or 4 (full) of them, and the rest for one layer at a time. 16 bytes times the width a
+token behind the layers: the last norm's input and output, that in bf16, and its gradient, in bf16
+and joined in float32. 4 bytes a logit of one chunk of the loss: bf16, and its gradient.
 
 Time of a GPU. Matrix products and attention (its causal half) at two rates, solved from the two
 contexts of scripts/results/compare_attention.json, so that they hold all else that a step does.
@@ -44,6 +46,7 @@ SIZES = {  # depth, dim, nheads
 }
 RECORD = Path(__file__).parent / "results/compare_attention.json"
 GIB = 2.0**30
+_KEPT = {"none": 36.0, "selective": 24.0, "full": 4.0}  # bytes, model/recompute.py
 _LOSS_CHUNK = 8192  # tokens, as configs/task/causal_lm.yaml
 
 
@@ -61,6 +64,7 @@ class Options:
     micro_batch_tokens: int = option(
         "of a GPU at once, at most, and at least its share: halved until it fits", default=65536
     )
+    recompute: str = option("in the backward: none, selective or full", default="none")
     memory_gib: float = option("of a GPU", default=139.0)
     peak_tflops: float = option("dense bf16, of a GPU", default=989.4)
     nvlink_gb_s: float = option("a GPU's, one direction", default=450.0)
@@ -81,6 +85,7 @@ class Case:
     batch_tokens: int = 524288
     micro_batch_tokens: int = 65536
     gpus_per_machine: int = 8
+    recompute: str = "none"
 
     @property
     def share(self) -> int:
@@ -118,11 +123,12 @@ def memory_bytes(case: Case, model: GPT) -> dict[str, float]:
     depth, dim, _ = SIZES[case.model]
     params = model.num_params()
     block = sum(p.numel() for p in model.blocks[0].parameters())
+    kept = _KEPT[case.recompute]
     gathered = 2 * 4.0 * block if case.shards > 1 else 0.0  # this block and the next one
     return {
         "state": 16.0 * params / case.shards + 2.0 * params + gathered,
-        "activations": 36.0 * dim * depth * case.micro_tokens,
-        "loss": 8.0 * len(model.head_weight) * min(_LOSS_CHUNK, case.micro_tokens),
+        "activations": (kept * depth + _KEPT["none"] - kept + 16.0) * dim * case.micro_tokens,
+        "loss": 4.0 * len(model.head_weight) * min(_LOSS_CHUNK, case.micro_tokens),
     }
 
 
@@ -203,6 +209,8 @@ def main() -> None:
         fail(f"model must be of {', '.join(SIZES)}, got {', '.join(sorted(unknown))}")
     if options.strategy not in ("ddp", "fsdp") or options.method not in ("heads", "ring"):
         fail("strategy must be ddp or fsdp, and method heads or ring")
+    if options.recompute not in _KEPT:
+        fail(f"recompute must be {' or '.join(_KEPT)}, got {options.recompute!r}")
     try:
         seqlens, counts = (
             [int(n) for n in text.split(",")] for text in (options.seqlen, options.gpus)
@@ -224,6 +232,7 @@ def main() -> None:
                 case = Case(
                     name, seqlen, gpus, options.strategy, options.context or 1, options.method,
                     options.batch_tokens, options.micro_batch_tokens, options.gpus_per_machine,
+                    options.recompute,
                 )  # fmt: skip
                 if gpus % case.context or seqlen % case.context:
                     fail(f"context={case.context} must divide gpus={gpus} and seqlen={seqlen}")

@@ -1,6 +1,7 @@
 """Without a GPU the kernels run in Triton's interpreter, asked for before they are decorated."""
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -57,25 +58,38 @@ class Workplace:
 
     def run(self, *overrides: str, code: int = 0, launcher=(), images: bool = False) -> str:
         """Standard output of train.py, or its errors if it has to end with another code."""
-        process = self.start(*overrides, launcher=launcher, images=images)
-        out, error = process.communicate()
-        assert process.returncode == code, out + error
-        return out if code == 0 else error
+        return self._finish(self.start(*overrides, launcher=launcher, images=images), code)
 
     def start(self, *overrides: str, launcher=(), images: bool = False) -> subprocess.Popen:
+        return self._start("train.py", self.complete(overrides, images), launcher)
+
+    def run_several(self, *runs: list[str], launcher=()) -> str:
+        """The same of trainings one after the other, each its overrides."""
+        lists = json.dumps([self.complete(overrides) for overrides in runs])
+        return self._finish(self._start("tests/train_process.py", [lists], launcher), 0)
+
+    def complete(self, overrides, images: bool = False) -> list[str]:
+        """With the defaults that they do not replace."""
         replaced = {override.split("=")[0] for override in overrides}
         defaults = IMAGES if images else [*SMALL, f"data.source={self.folder}/text"]
         defaults = [*defaults, f"data.root={self.folder}/data"]
-        defaults = [default for default in defaults if default.split("=")[0] not in replaced]
+        return [*overrides, *(d for d in defaults if d.split("=")[0] not in replaced)]
+
+    def _start(self, script: str, arguments: list[str], launcher) -> subprocess.Popen:
         paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
         return subprocess.Popen(
-            [sys.executable, *launcher, str(ROOT / "train.py"), *overrides, *defaults],
+            [sys.executable, *launcher, str(ROOT / script), *arguments],
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": paths},
         )
+
+    def _finish(self, process: subprocess.Popen, code: int) -> str:
+        out, error = process.communicate()
+        assert process.returncode == code, out + error
+        return out if code == 0 else error
 
     def rows(self, name: str) -> list[dict[str, str]]:
         """metrics.csv of a run."""

@@ -182,7 +182,3 @@ def test_nothing_is_compiled_anew_whatever_a_row_holds(store_folder):
 def test_wrong_options_are_refused(store_folder):
     with pytest.raises(ValueError, match="max_documents must be at least 1, got 0"):
         make(store_folder, max_documents=0)
-    data = make(store_folder)
-    data.processes_per_sample = 2
-    with pytest.raises(ValueError, match="context_parallel splits rows of one sequence"):
-        data.setup("fit")

@@ -10,7 +10,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from flash_kernels import reference, testing
+from flash_kernels import BlockMask, reference, testing
 from flash_kernels.ring import (
     pair_seed,
     parts,
@@ -32,84 +32,97 @@ def main(rank: int, size: int, folder: str, cases: list[dict]) -> None:
 
 
 def check_packed(
-    rank: int, size: int, *, lengths: list[int], causal: bool, nheads_k: int, dropout_p: float
-) -> None:
-    """Sequences of these lengths, one after the other."""
+    rank: int, size: int, *, lengths: list[int], causal: bool, nheads_k: int, dropout_p: float,
+    lines: int = 1,
+) -> None:  # fmt: skip
+    """Sequences of these lengths, one after the other, in so many lines of the same length."""
     total = sum(lengths)
     whole = testing.make_qkv(1, total, total, 4, 16, nheads_k=nheads_k, dtype=torch.float32)
     whole = [t.detach()[0] for t in whole]
     dout = torch.randn(whole[0].shape, generator=torch.Generator().manual_seed(7))
     cu_seqlens = testing.make_cu_seqlens(lengths)
-    positions = zigzag_positions(total, rank, size)
-    share = [t[positions].requires_grad_() for t in whole]
+    shares = [
+        torch.arange(total).view(lines, -1)[:, zigzag_positions(total // lines, r, size)]
+        for r in range(size)
+    ]
+    mine = shares[rank] if lines > 1 else shares[rank][0]
+    share = [t[mine].requires_grad_() for t in whole]
     out = ring_attention_varlen(
         *share, cu_seqlens=cu_seqlens, max_seqlen=max(lengths), causal=causal,
         dropout_p=dropout_p, dropout_seed=11 + rank,
     )  # fmt: skip
-    grads = torch.autograd.grad(out, share, dout[positions])
-    truth = [t.double().requires_grad_() for t in whole]
-    keep = torch.ones(4, total, total, dtype=torch.bool)
+    grads = torch.autograd.grad(out, share, dout[mine])
+    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    keep = torch.ones(1, 4, total, total, dtype=torch.bool)
     if dropout_p:
-        keep = packed_keep(size, causal, cu_seqlens, dropout_p)
-    expected = attend_packed(*truth, cu_seqlens, causal, keep, dropout_p)
-    exact = (expected, *torch.autograd.grad(expected, truth, dout.double()))
+        keep = packed_keep(size, causal, shares, sequence, dropout_p)
+    truth = [t.double()[None].requires_grad_() for t in whole]
+    expected = attend(*truth, sequence[:, None] == sequence, causal, keep, dropout_p)
+    exact = (expected, *torch.autograd.grad(expected, truth, dout.double()[None]))
     for found, whole_exact in zip((out, *grads), exact, strict=True):
-        torch.testing.assert_close(found.double(), whole_exact[positions], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.double(), whole_exact[0, mine], rtol=1e-5, atol=1e-5)
 
 
-def attend_packed(q, k, v, cu_seqlens, causal: bool, keep, dropout_p: float) -> torch.Tensor:
-    """Attention within each sequence, with a given dropout mask (nheads, total, total)."""
-    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-    k, v = (t.repeat_interleave(q.shape[0] // t.shape[0], 0) for t in (k, v))
-    sequence = torch.arange(len(cu_seqlens) - 1).repeat_interleave(cu_seqlens.diff())
-    is_seen = sequence[:, None] == sequence
-    if causal:
-        is_seen &= torch.ones(is_seen.shape, dtype=torch.bool).tril()
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~is_seen, -torch.inf)
-    return (scores.softmax(-1) * keep / (1 - dropout_p) @ v).transpose(0, 1)
-
-
-def packed_keep(size: int, causal: bool, cu_seqlens, dropout_p: float) -> torch.Tensor:
-    """What each pair of processes keeps of each sequence, at its place: (nheads, total, total)."""
-    total = int(cu_seqlens[-1])
-    keep = torch.zeros(4, total, total, dtype=torch.bool)
-    sequence = torch.arange(len(cu_seqlens) - 1).repeat_interleave(cu_seqlens.diff())
-    shares = [zigzag_positions(total, rank, size) for rank in range(size)]
+def packed_keep(
+    size: int, causal: bool, shares: list[torch.Tensor], sequence: torch.Tensor, dropout_p: float
+) -> torch.Tensor:
+    """What each pair of processes keeps of each sequence, at its place: (1, 4, total, total)."""
+    total = len(sequence)
+    keep = torch.zeros(1, 4, total, total, dtype=torch.bool)
     for rank, source in itertools.product(range(size), repeat=2):
-        rows, cols, _ = parts(rank, source, total // size, causal)
-        rows, cols = shares[rank][rows], shares[source][cols]
+        rows, cols, _ = parts(rank, source, shares[0].shape[1], causal)
+        rows, cols = shares[rank][:, rows].flatten(), shares[source][:, cols].flatten()
         seed = int(pair_seed(torch.tensor([11 + rank]), source))
-        for index in range(len(cu_seqlens) - 1):
+        for index in sequence.unique().tolist():
             mine, theirs = rows[sequence[rows] == index], cols[sequence[cols] == index]
             if len(mine) and len(theirs):
-                keep[:, mine[:, None], theirs] = reference.dropout_keep_mask(
+                keep[:, :, mine[:, None], theirs] = reference.dropout_keep_mask(
                     seed, 1, 4, len(mine), len(theirs), dropout_p, "cpu", first_sequence=index
-                )[0]
+                )
     return keep
 
 
-def check(rank: int, size: int, *, causal: bool, nheads_k: int, dropout_p: float) -> None:
-    seqlen = 8 * size
+def check(
+    rank: int, size: int, *, causal: bool, nheads_k: int, dropout_p: float,
+    blocks: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    """Whole sequences, and with the sizes of `blocks` under a mask."""
+    seqlen = 8 * size if blocks is None else 2 * size * max(blocks)
     whole = testing.make_qkv(2, seqlen, seqlen, 4, 16, nheads_k=nheads_k, dtype=torch.float32)
     dout = torch.randn(whole[0].shape, generator=torch.Generator().manual_seed(7))
     positions = zigzag_positions(seqlen, rank, size)
-    if not causal:
+    seen, block_mask = torch.ones((), dtype=torch.bool), None
+    if blocks is not None:
+        block_mask = make_block_mask(seqlen, *blocks)
+        seen = block_mask.to_token_mask()
+    elif not causal:
         positions = torch.arange(seqlen).view(size, -1)[rank]
     share = [t.detach()[:, positions].requires_grad_() for t in whole]
-    out = ring_attention(*share, causal=causal, dropout_p=dropout_p, dropout_seed=11 + rank)
+    options = dict(block_mask=block_mask, causal=causal, dropout_p=dropout_p)
+    out = ring_attention(*share, **options, dropout_seed=11 + rank)
     grads = torch.autograd.grad(out, share, dout[:, positions])
     truth = [t.detach().double().requires_grad_() for t in whole]
+    keep = torch.ones((), dtype=torch.bool)
     if dropout_p:
-        keep = whole_mask(size, causal, whole[0], dropout_p)
-        expected = attend_kept(*truth, keep, dropout_p)
-    else:
-        expected = reference.flash_attention(*truth, causal=causal)
+        keep = whole_keep(size, causal, whole[0], dropout_p)
+    expected = attend(*truth, seen, causal, keep, dropout_p)
     exact = (expected, *torch.autograd.grad(expected, truth, dout.double()))
     for found, whole_exact in zip((out, *grads), exact, strict=True):
         torch.testing.assert_close(found.double(), whole_exact[:, positions], rtol=1e-5, atol=1e-5)
 
 
-def whole_mask(size: int, causal: bool, q: torch.Tensor, dropout_p: float) -> torch.Tensor:
+def make_block_mask(seqlen: int, block_m: int, block_n: int) -> BlockMask:
+    """Of each sequence and head another, with partial blocks. Rows of the first chunk see nothing,
+    and no row sees the last quarter of the keys, so that steps have no blocks."""
+    generator = torch.Generator().manual_seed(5)
+    blocks = torch.rand(2, 4, seqlen // block_m, seqlen // block_n, generator=generator) < 0.6
+    blocks[:, :, : len(blocks[0, 0]) // 4] = False
+    blocks[..., -(blocks.shape[-1] // 4) :] = False
+    tokens = torch.rand(seqlen, seqlen, generator=generator) < 0.7
+    return BlockMask.from_dense(blocks, block_m, block_n, token_mask=tokens)
+
+
+def whole_keep(size: int, causal: bool, q: torch.Tensor, dropout_p: float) -> torch.Tensor:
     """What each pair of processes keeps, at its place: bool (batch, nheads, seqlen, seqlen)."""
     batch, seqlen, nheads, _ = q.shape
     keep = torch.zeros(batch, nheads, seqlen, seqlen, dtype=torch.bool)
@@ -124,12 +137,15 @@ def whole_mask(size: int, causal: bool, q: torch.Tensor, dropout_p: float) -> to
     return keep
 
 
-def attend_kept(q, k, v, keep: torch.Tensor, dropout_p: float) -> torch.Tensor:
-    """Causal attention with a given dropout mask, nheads = nheads_k."""
+def attend(q, k, v, seen, causal: bool, keep, dropout_p: float) -> torch.Tensor:
+    """Plain attention to the keys that are `seen`, with a given dropout mask, both bool and
+    broadcast to (batch, nheads, seqlen, seqlen)."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    probs = scores.masked_fill(later, -torch.inf).softmax(-1)
+    seen = seen & (torch.ones(scores.shape[-2:]).tril() > 0) if causal else seen
+    is_blind = ~seen.expand_as(scores).any(-1, keepdim=True)
+    probs = scores.masked_fill(~(seen | is_blind), -torch.inf).softmax(-1) * ~is_blind
     return (probs * keep / (1 - dropout_p) @ v).transpose(1, 2)
 
 

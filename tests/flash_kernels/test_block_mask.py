@@ -178,7 +178,7 @@ def test_restricted_is_kept_but_not_without_bound():
     assert mask.restricted(causal=True) is not first
     for seqlen in range(100):
         mask.restricted(seqlen_q=seqlen)
-    assert len(mask._restrictions) < 64
+    assert len(mask._kept) < 64
 
 
 def test_restricted_refuses_lengths_that_the_mask_does_not_cover():

@@ -1,5 +1,6 @@
 """The plan's arithmetic, and its memory against what one GPU took."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,22 +15,34 @@ RECORD = json.loads(plan.RECORD.read_text())
 
 
 MEASURED = [row for row in RECORD["rows"] if "peak_gib" in row]
+TOKENS = RECORD["settings"]["batch_tokens"]
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['model']}-{row['run']}")
 def test_memory_is_within_5_percent_of_what_was_measured(row):
     seqlen = 1024 * int(row["model"].removeprefix("gpt2_").removesuffix("k"))
-    micro = row["micro_batch_tokens"]
-    case = plan.Case("gpt2_small", seqlen, 1, "ddp", batch_tokens=65536, micro_batch_tokens=micro)
+    case = plan.Case("gpt2_small", seqlen, 1, "ddp", batch_tokens=TOKENS)
     memory = sum(plan.memory_bytes(case, plan.make_model("gpt2_small", seqlen)).values())
     assert memory / plan.GIB == pytest.approx(row["peak_gib"], rel=0.05)
+
+
+def test_recomputing_keeps_less():
+    """Of 12 layers: 36 bytes times the width a token and layer, or 24, or 4 and one whole layer;
+    16 behind them."""
+    model, case = plan.make_model("gpt2_small", 1024), plan.Case("gpt2_small", 1024, 1, "ddp")
+    bytes_of = {
+        how: plan.memory_bytes(dataclasses.replace(case, recompute=how), model)["activations"]
+        / (768 * 65536)
+        for how in ("none", "selective", "full")
+    }
+    assert bytes_of == {"none": 36 * 12 + 16, "selective": 24 * 12 + 28, "full": 4 * 12 + 48}
 
 
 def test_rates_give_the_measured_speed_back():
     speeds = plan.rates(RECORD)
     rows = [row for row in MEASURED if row["run"] == "flash"]
     for row, seqlen in zip(rows, (1024, 4096), strict=True):
-        case = plan.Case("gpt2_small", seqlen, 1, "ddp", batch_tokens=65536)
+        case = plan.Case("gpt2_small", seqlen, 1, "ddp", batch_tokens=TOKENS)
         seconds = plan.step_seconds(case, plan.make_model("gpt2_small", seqlen), speeds, 1.0, 1.0)
         assert seconds["exposed"] == 0.0
         assert case.tokens / seconds["compute"] == pytest.approx(row["tokens_per_s"])
