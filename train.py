@@ -13,8 +13,10 @@ import sys
 import types
 import typing
 import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import hydra
 import torch
@@ -26,9 +28,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from data.causal_lm import CausalLMData
 from data.classification import ClassificationData
 from data.masked_lm import MaskedLMData
 from data.packed_documents import PackedDocumentsData
+from data.stepped import SteppedData
 from model.attention import auto_attention
 from model.block_sparse import BlockSparseAttention
 from model.callbacks import StopAtTarget
@@ -37,9 +41,9 @@ from model.classification_task import accuracy_interval
 from model.generation import sample_text
 from model.guard import RollBack, TrainingError, explained
 from model.language_task import CausalLMTask
-from model.run import plan_run, record_run
+from model.run import Run, plan_run, record_run
 from model.saving import EXIT_CODES, Checkpoints
-from model.task import say, step_seed
+from model.task import TrainingTask, say, step_seed
 from model.wandb_logger import PatientWandbLogger
 
 WANTS_TRACEBACK = bool(os.environ.get("HYDRA_FULL_ERROR"))
@@ -69,11 +73,11 @@ def main(cfg: DictConfig) -> float:
     say(f"run folder: {run.folder}")
     try:
         fit(run.ckpt_path, data, task, trainer)
-        targets = [c for c in trainer.callbacks if isinstance(c, StopAtTarget) and c.reached]
-        for target in targets:
-            step, value = target.reached
-            say(f"target reached: {target.metric} {value:.2%} at step {step}")
-        if trainer.global_step < trainer.max_steps and not targets:
+        targets = [c for c in trainer.callbacks if isinstance(c, StopAtTarget)]
+        reached = [(target.metric, *target.reached) for target in targets if target.reached]
+        for metric, step, value in reached:
+            say(f"target reached: {metric} {value:.2%} at step {step}")
+        if trainer.global_step < trainer.max_steps and not reached:
             say(f"stopped at step {trainer.global_step}; resume=auto goes on from there")
         loss = report(cfg, run, data, task, trainer)
     except BaseException as error:
@@ -91,7 +95,7 @@ def main(cfg: DictConfig) -> float:
     return loss
 
 
-def fit(ckpt_path: Path | None, data, task, trainer: Trainer) -> None:
+def fit(ckpt_path: Path | None, data: SteppedData, task: TrainingTask, trainer: Trainer) -> None:
     """Train, and again from an older checkpoint as often as the guard asks for it."""
     while True:
         try:
@@ -108,7 +112,7 @@ def finalize(trainer: Trainer, status: str) -> None:
             logger.finish(status)
 
 
-def build(cfg: DictConfig):
+def build(cfg: DictConfig) -> tuple[DictConfig, Run, Any, Any, Trainer]:
     """Check the configuration, then make everything that it names, cheap things first.
 
     Raises:
@@ -179,9 +183,8 @@ def build(cfg: DictConfig):
         raise ValueError(
             f"model.num_classes={cfg.model.num_classes} must be the {data.num_classes} of the data"
         )
-    if isinstance(data, ClassificationData) and data.multi_label != cfg.model.get(
-        "multi_label", False
-    ):
+    multi_label = cfg.model.get("multi_label", False)
+    if isinstance(data, ClassificationData) and data.multi_label != multi_label:
         raise ValueError(
             f"model.multi_label must be {str(data.multi_label).lower()}: an example of these data "
             f"has {'any number of labels' if data.multi_label else 'one label'}"
@@ -232,7 +235,7 @@ def instantiate_all(group: DictConfig | None) -> list:
     return [member for member in made if member is not None]
 
 
-def report(cfg: DictConfig, run, data, task, trainer: Trainer) -> float:
+def report(cfg: DictConfig, run: Run, data: Any, task: Any, trainer: Trainer) -> float:
     """What the run came to, beside what it must be compared with, and where it is."""
     more = ""
     if isinstance(data, ClassificationData):
@@ -246,14 +249,16 @@ def report(cfg: DictConfig, run, data, task, trainer: Trainer) -> float:
     return loss
 
 
-def final_metrics(data, task, trainer: Trainer) -> dict[str, float]:
+def final_metrics(data: SteppedData, task: TrainingTask, trainer: Trainer) -> dict[str, float]:
     """Metrics of the last step's validation, which is made up for if it has not been."""
     if task.validated_step != trainer.global_step:
         trainer.validate(task, data, verbose=False)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def report_perplexity(cfg: DictConfig, data, task, trainer: Trainer) -> float:
+def report_perplexity(
+    cfg: DictConfig, data: CausalLMData, task: CausalLMTask, trainer: Trainer
+) -> float:
     """Final validation beside a unigram model's, and a sample."""
     if data.num_val_tokens:
         metrics = final_metrics(data, task, trainer)
@@ -271,7 +276,7 @@ def report_perplexity(cfg: DictConfig, data, task, trainer: Trainer) -> float:
     return loss
 
 
-def report_masked_lm(data: MaskedLMData, task, trainer: Trainer) -> float:
+def report_masked_lm(data: MaskedLMData, task: TrainingTask, trainer: Trainer) -> float:
     """Final validation beside the best constant guess."""
     if not data.num_val_samples:
         say("no validation: data.val_fraction=0 holds nothing out")
@@ -284,7 +289,9 @@ def report_masked_lm(data: MaskedLMData, task, trainer: Trainer) -> float:
     return metrics["val/loss"]
 
 
-def report_accuracy(run, data, task, trainer: Trainer) -> float:
+def report_accuracy(
+    run: Run, data: ClassificationData, task: TrainingTask, trainer: Trainer
+) -> float:
     """Validation of the last step, test of the best one, each beside its floor."""
     loss = float("inf")
     if data.num_held_out("val"):
@@ -313,7 +320,7 @@ def say_result(name: str, split: str, data: ClassificationData, trainer: Trainer
         say(f"  {line}")
 
 
-def describe_attention(attention, on_gpu: bool) -> str:
+def describe_attention(attention: Callable, on_gpu: bool) -> str:
     """The name of the attention function, and what an automatic choice comes to."""
     name = getattr(attention, "__name__", repr(attention))
     if name == "auto_attention":
@@ -343,7 +350,7 @@ def _check_node(key: str, node: DictConfig) -> None:
         return
     function = target.__init__ if inspect.isclass(target) else target
     hints = typing.get_type_hints(function)
-    for name in node:
+    for name in map(str, node):
         if name.startswith("_"):
             continue
         if name not in parameters:
@@ -355,7 +362,7 @@ def _check_node(key: str, node: DictConfig) -> None:
             raise ValueError(f"{key}.{name} must be {wanted}, got {value!r}")
 
 
-def _fits(value, hint) -> bool:
+def _fits(value: object, hint: Any) -> bool:
     """Whether a configuration value can be of type `hint`; what is not plain data always can."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return any(_fits(value, option) for option in typing.get_args(hint))
@@ -383,7 +390,7 @@ def quiet() -> None:
 
 
 @contextmanager
-def one_line_errors(kinds: tuple[type[Exception], ...]):
+def one_line_errors(kinds: tuple[type[Exception], ...]) -> Iterator[None]:
     """End the program with one line for an error of these kinds, which the user can mend.
 
     HYDRA_FULL_ERROR=1 in the environment shows the traceback instead.
@@ -393,7 +400,7 @@ def one_line_errors(kinds: tuple[type[Exception], ...]):
     except kinds as error:
         if WANTS_TRACEBACK:
             raise
-        cause = error
+        cause: BaseException = error
         while isinstance(cause, HydraException) and cause.__cause__ is not None:
             cause = cause.__cause__  # what the constructor itself said
         sys.exit("error: " + " ".join(str(cause).split()))

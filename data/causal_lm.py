@@ -23,7 +23,7 @@ from data.prepare import SPLIT_SEED, prepare, store_folder
 from data.sources import open_source
 from data.stepped import IGNORED_LABEL, Batch, MakeStep, SteppedData
 from data.token_store import TokenStore, is_finished
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import AnyTokenizer, load_tokenizer
 
 
 class CausalLMData(SteppedData):
@@ -103,7 +103,7 @@ class CausalLMData(SteppedData):
         self.seqlen = seqlen
         self.batch_tokens = batch_tokens
         self.batch_size = batch_tokens // seqlen
-        self.tokenizer: Tokenizer = load_tokenizer(tokenizer)
+        self.tokenizer: AnyTokenizer = load_tokenizer(tokenizer)
         self.vocab_size = self.tokenizer.vocab_size
         self._val_batch_size = max(1, val_batch_tokens // seqlen)
         self._val_tokens_limit = val_tokens_limit

@@ -77,8 +77,12 @@ class ClassificationData(SteppedData):
         num_workers: int,
     ) -> None:
         super().__init__(seed=seed, num_workers=num_workers)
-        at_least_one = {"batch_size": batch_size, "val_batch_size": val_batch_size}
-        at_least_one |= {"val_limit": val_limit, "test_limit": test_limit}
+        at_least_one: dict[str, int | None] = {
+            "batch_size": batch_size,
+            "val_batch_size": val_batch_size,
+            "val_limit": val_limit,
+            "test_limit": test_limit,
+        }
         for name, value in at_least_one.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.rows import field, open_rows
-from data.tokenizer import Tokenizer
+from data.tokenizer import AnyTokenizer
 
 LAMBADA_HUB, HELLASWAG_HUB = "EleutherAI/lambada_openai", "Rowan/hellaswag"
 
@@ -89,7 +89,7 @@ def _clean(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
-def encode(tokenizer: Tokenizer, completion: Completion) -> list[Encoded]:
+def encode(tokenizer: AnyTokenizer, completion: Completion) -> list[Encoded]:
     """Each ending behind the context, encoded as one text; no end-of-text token before it.
 
     What follows the tokens of the context alone is scored, at least one token; spaces at the end of

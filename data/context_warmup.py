@@ -51,7 +51,7 @@ class ContextWarmup:
             )
         if max_steps is None or max_steps < 1:
             raise ValueError(f"context_warmup needs max_steps, the steps of the run: {max_steps}")
-        contexts = (*(context for context, _ in pairs), seqlen)
+        contexts = (*(int(context) for context, _ in pairs), seqlen)
         shares = (0.0, *(until for _, until in pairs), 1.0)
         if contexts[0] < 1 or not _rises(contexts) or any(seqlen % c for c in contexts):
             raise ValueError(

@@ -35,7 +35,7 @@ class DocumentTokenizer:
         self._encoding.no_padding()
         self.vocab_size: int = self._encoding.get_vocab_size()
         for texts in _SPECIAL_TEXTS:
-            ids = [self._encoding.token_to_id(text) for text in texts]
+            ids: Any = [self._encoding.token_to_id(text) for text in texts]
             if None not in ids:
                 self.cls, self.sep, self.pad = ids
                 return
@@ -51,13 +51,14 @@ class DocumentTokenizer:
 
 class _Packaged(DocumentTokenizer):
     def __init__(self) -> None:
-        wordpiece = load_wordpiece(BERT_UNCASED)
+        self._wordpiece = wordpiece = load_wordpiece(BERT_UNCASED)
         self.name, self.sha256 = wordpiece.name, wordpiece.sha256
         self.vocab_size = wordpiece.vocab_size
-        self.cls, self.sep, self.pad = (
-            getattr(wordpiece.special, n) for n in ("cls", "sep", "pad")
-        )
-        self.encode_batch = wordpiece.encode_ordinary_batch
+        special = wordpiece.special
+        self.cls, self.sep, self.pad = special.cls, special.sep, special.pad
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._wordpiece.encode_ordinary_batch(texts)
 
 
 @functools.cache

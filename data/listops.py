@@ -16,7 +16,7 @@ import hashlib
 import multiprocessing
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -26,7 +26,6 @@ OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 SYMBOLS = ("<pad>", *"0123456789", *OPERATORS, "]")  # by token id
 PAD = 0
 CLOSE = SYMBOLS.index("]")
-NUM_CLASSES = 10
 NUM_EXAMPLES = {"train": 96_000, "val": 2_000, "test": 2_000}  # as the Long Range Arena's
 _PART_SAMPLES = 1000  # of one task of a worker, about a second
 _ID_OF = {symbol: i for i, symbol in enumerate(SYMBOLS)}
@@ -155,7 +154,7 @@ def decode(tokens: np.ndarray) -> str:
     return " ".join(SYMBOLS[token] for token in np.asarray(tokens).tolist() if token != PAD)
 
 
-def _grow(tokens: list[int], depth: int, spec: ListOpsSpec, uniform) -> bool:
+def _grow(tokens: list[int], depth: int, spec: ListOpsSpec, uniform: Callable[[], float]) -> bool:
     """Append a random tree. False: it got too long, `tokens` are useless."""
     if depth >= spec.max_depth or uniform() > _OPERATOR_PROBABILITY:
         tokens.append(1 + int(10 * uniform()))

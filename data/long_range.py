@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -280,7 +281,7 @@ class _ImageExamples:
 
 
 class _PathfinderExamples(_ImageExamples):
-    def __init__(self, store: PathfinderStore, *options) -> None:
+    def __init__(self, store: PathfinderStore, *options: Any) -> None:
         super().__init__(*options)
         self.fingerprint = store.fingerprint
         self._store = store
@@ -297,7 +298,7 @@ class _PathfinderExamples(_ImageExamples):
 
 
 class _ReleaseExamples(_ImageExamples):
-    def __init__(self, release: PathfinderRelease, *options) -> None:
+    def __init__(self, release: PathfinderRelease, *options: Any) -> None:
         super().__init__(*options)
         names = "\n".join(f"{p.parent.name}/{p.name}" for p in release.paths)
         payload = names.encode() + release.labels.tobytes()

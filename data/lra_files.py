@@ -92,7 +92,7 @@ def _random(name: str, max_length: int) -> TokenTask:
         "image": (256, 0, 10, 1),
     }[name]
     lengths = (max_length if name == "image" else max_length // 4, max_length)
-    options = {
+    options: dict[str, Any] = {
         "num_values": vocab_size - first_id,
         "num_classes": num_classes,
         "num_towers": num_towers,

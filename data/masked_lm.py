@@ -16,7 +16,7 @@ from data.masked_samples import MaskedOptions, MaskedSamples, Sample
 from data.order import permute
 from data.prepare import SPLIT_SEED
 from data.stepped import IGNORED_LABEL, Batch, MakeStep
-from data.wordpiece import BERT_UNCASED
+from data.wordpiece import BERT_UNCASED, WordPiece
 
 _VAL_SEED = 0  # the held-out examples and their masks are the same in every run
 
@@ -56,6 +56,8 @@ class MaskedLMData(CausalLMData):
         ValueError: sizes that do not fit together.
         FileNotFoundError: no such local source.
     """
+
+    tokenizer: WordPiece
 
     def __init__(
         self,

@@ -158,8 +158,8 @@ class MaskedSamples:
         self, first: np.ndarray, second: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Tokens with [CLS] and [SEP], and their segments."""
-        sep = [self._special.sep]
-        pieces = [[self._special.cls], first, sep]
+        sep = np.array([self._special.sep])
+        pieces = [np.array([self._special.cls]), first, sep]
         if second is not None:
             pieces += [second, sep]
         input_ids = np.concatenate(pieces)

@@ -35,10 +35,12 @@ def permute(indices: np.ndarray, *, seed: int, epoch: int, num_samples: int) -> 
     """
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")
-    ids = np.array(indices, dtype=np.int64)
-    if ids.size and (ids.min() < 0 or ids.max() >= num_samples):
-        raise ValueError(f"indices must be in [0, {num_samples}), got {ids.min()} to {ids.max()}")
-    ids = ids.astype(np.uint64).reshape(-1)  # numpy warns of wrap-around in scalars only
+    given = np.array(indices, dtype=np.int64)
+    if given.size and (given.min() < 0 or given.max() >= num_samples):
+        raise ValueError(
+            f"indices must be in [0, {num_samples}), got {given.min()} to {given.max()}"
+        )
+    ids = given.astype(np.uint64).reshape(-1)  # numpy warns of wrap-around in scalars only
     size = np.uint64(num_samples)
     keys, salts = _round_keys(seed, epoch)
     for key, salt in zip(keys % size, salts, strict=True):

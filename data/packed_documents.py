@@ -57,7 +57,9 @@ def pack_documents(offsets: np.ndarray, seqlen: int, max_documents: int) -> Pack
     full_starts = np.repeat(offsets[:-1], full) + (np.arange(len(begin)) - begin) * seqlen
     pieces = np.flatnonzero(rest)
     pieces = pieces[np.argsort(-rest[pieces], kind="stable")]
-    rows, room, held = np.empty(len(pieces), np.int64), [], []
+    rows = np.empty(len(pieces), np.int64)
+    room: list[int] = []
+    held: list[int] = []
     sizes: list[int] = []  # sorted: the rooms that open rows have
     open_rows: list[list[int]] = [[] for _ in range(seqlen)]  # by their room
     for i, length in enumerate(rest[pieces].tolist()):

@@ -14,13 +14,13 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 import numpy as np
 
 from data.text_files import Piece
 from data.token_store import token_dtype
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import AnyTokenizer, load_tokenizer
 
 _BATCH_CHARS = 1 << 20  # about 0.15 s of work: large beside the cost of sending it
 _BATCH_PIECES = 4096
@@ -49,11 +49,11 @@ class EncodedBatch:
 def encode_in_order(
     pieces: Iterable[Piece],
     *,
-    tokenizer: Tokenizer,
+    tokenizer: AnyTokenizer,
     seed: int,
     workers: int,
     skip_documents: int = 0,
-) -> Iterator[EncodedBatch]:
+) -> Generator[EncodedBatch, None, None]:
     """Encoded batches of `pieces` after the first `skip_documents` documents.
 
     Args:
@@ -106,7 +106,9 @@ def _batches(
         yield batch
 
 
-def _encode(tokenizer: Tokenizer, batch: list[tuple[str, bool, bool]], seed: int) -> EncodedBatch:
+def _encode(
+    tokenizer: AnyTokenizer, batch: list[tuple[str, bool, bool]], seed: int
+) -> EncodedBatch:
     texts, is_first, is_last = zip(*batch, strict=True)
     end_of_text = np.array([tokenizer.eot], dtype=np.uint32)
     arrays: list[np.ndarray] = []

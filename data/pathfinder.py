@@ -213,7 +213,6 @@ def render_snake_ids(spec: PathfinderSpec, scenes: np.ndarray) -> np.ndarray:
     if the label is 1; 2: the other long snake; 3: a distractor. A pixel belongs to whoever covers
     it most, by 0.15 at least; of two that cover it alike, to the smaller number.
     """
-    ids: np.ndarray | None = None
     for number, snakes in ((1, scenes["start_snake"]), (2, 1 - scenes["start_snake"]), (3, None)):
         canvas = _Canvas(spec, scenes, np.uint8)
         if snakes is None:
@@ -221,7 +220,7 @@ def render_snake_ids(spec: PathfinderSpec, scenes: np.ndarray) -> np.ndarray:
         else:
             canvas.draw_long(1, only=snakes)
         cover = np.ascontiguousarray(canvas.values())
-        if ids is None:
+        if number == 1:
             ids, most = (cover >= COVERED).astype(np.uint8), np.maximum(cover, COVERED - 1)
             continue
         # Few pixels, so that looking each up is cheaper than comparing whole images.
@@ -254,7 +253,7 @@ class _Canvas:
         marker = marker_sprite(spec.size)
         self._rim = max(GEOMETRIES[spec.size].reach, len(marker) // 2)
         side = spec.size + 2 * self._rim
-        self._canvas = np.zeros((len(scenes), side, side), dtype)
+        self._canvas: np.ndarray = np.zeros((len(scenes), side, side), dtype)
         margins = GEOMETRIES[spec.size].margins
         self._strokes = {m: sprite_tables(spec.size, m).stroke for m in margins}
         self._rows = {m: np.flatnonzero(scenes["margin"] == m) for m in margins}

@@ -197,7 +197,8 @@ class _Distractors:
         blocked = np.zeros((size, size), bool)
         for dy, dx in (self._tables.footprint[sprite] + rim).tolist():
             blocked |= self._blocked[scene, dy : dy + size, dx : dx + size]
-        return np.nonzero(~blocked)
+        y, x = np.nonzero(~blocked)
+        return y, x
 
 
 def paste(

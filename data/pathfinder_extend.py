@@ -61,7 +61,9 @@ class Paddles:
     def take(self, rows: Any) -> Paddles:
         return Paddles(self.sprite[rows], self.y[rows], self.x[rows])
 
-    def put(self, rows: np.ndarray, columns: int | np.ndarray, other: Paddles) -> None:
+    def put(
+        self, rows: int | np.ndarray, columns: int | slice | np.ndarray, other: Paddles
+    ) -> None:
         """Copy single paddles, (len(rows),) each, into [rows, columns]."""
         self.sprite[rows, columns] = other.sprite
         self.y[rows, columns] = other.y

@@ -38,7 +38,8 @@ def draw_line(half: int, angle: float, length: float, thickness: float) -> np.nd
     corners = [(half + y, half + x) for y, x in shifts]  # rounding of halves depends on the sign
     edges = [_Edge(*a, *b) for a, b in zip(corners, corners[1:] + corners[:1], strict=True)]
     for y in range(min(c[0] for c in corners), max(c[0] for c in corners) + 1):
-        crossings = [x for edge in edges if edge.y0 == edge.y1 == y for x in (edge.x0, edge.x1)]
+        level = [edge for edge in edges if edge.y0 == edge.y1 == y]
+        crossings: list[float] = [x for edge in level for x in (edge.x0, edge.x1)]
         slanted = [e for e in edges if e.y0 != e.y1 and e.top <= y <= e.bottom]
         crossings += [_crossing(edge, slanted[:i], y) for i, edge in enumerate(slanted)]
         left, right = _half_up(min(crossings)), _half_down(max(crossings))

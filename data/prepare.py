@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import filelock
@@ -32,7 +32,7 @@ from data.token_store import (
     write_atomically,
     write_manifest,
 )
-from data.tokenizer import Tokenizer
+from data.tokenizer import AnyTokenizer
 
 PAPER_VAL_FRACTION = 0.0005  # what the paper's code holds out of OpenWebText, with this seed
 SPLIT_SEED = 2357
@@ -49,7 +49,7 @@ class _Plan:
     """What determines the content of a store."""
 
     source: Source
-    tokenizer: Tokenizer
+    tokenizer: AnyTokenizer
     val_fraction: float | None
     split_seed: int
     shard_tokens: int
@@ -70,7 +70,7 @@ def store_folder(
     root: str | os.PathLike[str],
     source: Source,
     *,
-    tokenizer: Tokenizer,
+    tokenizer: AnyTokenizer,
     val_fraction: float | None = None,
     split_seed: int = SPLIT_SEED,
     shard_tokens: int = SHARD_TOKENS,
@@ -84,7 +84,7 @@ def prepare(
     source: Source,
     folder: str | os.PathLike[str],
     *,
-    tokenizer: Tokenizer,
+    tokenizer: AnyTokenizer,
     val_fraction: float | None = None,
     split_seed: int = SPLIT_SEED,
     shard_tokens: int = SHARD_TOKENS,
@@ -209,7 +209,7 @@ def _default_val_fraction(num_bytes: int | None) -> float:
 
 
 def _check_disk(
-    folder: Path, num_bytes: int | None, parts: StoreParts, tokenizer: Tokenizer
+    folder: Path, num_bytes: int | None, parts: StoreParts, tokenizer: AnyTokenizer
 ) -> None:
     if num_bytes is None:
         return
@@ -257,7 +257,7 @@ def _exclusive(folder: Path) -> Iterator[None]:
 
 def _show(
     batches: Iterator[EncodedBatch], num_bytes: int | None, parts: StoreParts, progress: bool
-) -> Iterator[EncodedBatch]:
+) -> Generator[EncodedBatch, None, None]:
     """Pass batches through, with a progress bar over their text."""
     columns = (
         "preparing",

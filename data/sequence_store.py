@@ -68,9 +68,14 @@ def write_sequences(
             files = {}
             for split, examples in splits.items():
                 files.update(_write_split(folder, split, examples(), np.dtype(dtype), progress))
-            manifest = {"format": _FORMAT, "identity": dict(identity), "files": files}
-            manifest |= {"dtype": np.dtype(dtype).str, "num_labels": num_labels}
-            manifest |= {"facts": {} if facts is None else dict(facts())}
+            manifest = {
+                "format": _FORMAT,
+                "identity": dict(identity),
+                "files": files,
+                "dtype": np.dtype(dtype).str,
+                "num_labels": num_labels,
+                "facts": {} if facts is None else dict(facts()),
+            }
             payload = json.dumps(manifest, indent=2) + "\n"
             write_atomically(folder / MANIFEST_NAME, payload.encode())
         store = SequenceStore(folder)

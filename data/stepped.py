@@ -28,15 +28,12 @@ class SteppedData(lightning.LightningDataModule):
     """Base of the data modules.
 
     A subclass has `seqlen` (of the longest samples), `batch_size` (samples of an optimizer step
-    over all processes), `num_samples` (of one epoch) and `fingerprint` (equal for equal samples in
-    equal order), and says in `train_batch` what a batch is. The order depends on `seed` alone: not
-    on workers, processes or batch_size.
+    over all processes), `num_samples` and `fingerprint`, and says in `train_batch` what a batch is.
+    The order depends on `seed` alone: not on workers, processes or batch_size.
     """
 
     seqlen: int
     batch_size: int
-    num_samples: int
-    fingerprint: str
     #: Neighbouring ranks that get the same samples, to take a share of each (context parallelism).
     processes_per_sample: int = 1
     #: Where a resumed run goes on at the earliest: a roll-back leaves out the samples before it.
@@ -54,6 +51,16 @@ class SteppedData(lightning.LightningDataModule):
 
     def train_batch(self) -> MakeStep:
         """What makes a training batch; workers get a pickled copy."""
+        raise NotImplementedError
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one epoch."""
+        raise NotImplementedError
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies samples and their order: equal ones continue each other's positions."""
         raise NotImplementedError
 
     @property

@@ -117,7 +117,7 @@ class StoreParts:
                 f"{min(foreign)!r}: choose another folder"
             )
         path = self._folder / _PROGRESS_NAME
-        progress = {"key": self._key, "parts": []}
+        progress: dict[str, Any] = {"key": self._key, "parts": []}
         if path.exists():
             try:
                 progress = json.loads(path.read_bytes())
@@ -130,7 +130,7 @@ class StoreParts:
                 f"{self._folder} must be new or hold the same data, got an unfinished store "
                 "of other settings or of a source that changed since: choose another or delete it"
             )
-        intact = []
+        intact: list[dict[str, Any]] = []
         for part in progress["parts"]:
             if not all(self._is_intact(part[split]) for split in ("train", "val") if part[split]):
                 logger.warning("%s: part %d is damaged and redone", self._folder, len(intact))

@@ -15,7 +15,7 @@ import lzma
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, cast
 
 from data.tokenizer import last_exact_cut
 
@@ -123,7 +123,7 @@ def document_pieces(text: str, place: str, report: Report) -> Iterator[Piece]:
     yield text[start:], True
 
 
-def _txt_pieces(path: Path, file: BinaryIO, report: Report) -> Iterator[Piece]:
+def _txt_pieces(path: Path, file: IO[bytes], report: Report) -> Iterator[Piece]:
     """The file as one document, read in blocks: memory does not grow with the file."""
     held = ""  # decoded, not yet yielded
     empty = True
@@ -148,7 +148,7 @@ def _txt_pieces(path: Path, file: BinaryIO, report: Report) -> Iterator[Piece]:
     yield held, True
 
 
-def _utf8_blocks(path: Path, file: BinaryIO) -> Iterator[bytes]:
+def _utf8_blocks(path: Path, file: IO[bytes]) -> Iterator[bytes]:
     """Blocks that cut neither a character nor a CR LF pair in two."""
     rest = b""
     first = True
@@ -283,11 +283,11 @@ def _parquet_rows(path: Path, column: str | None) -> Iterator[tuple[str, dict[st
         raise ValueError(f"{path} is a damaged parquet file ({error}): fetch it again") from error
 
 
-def _open(path: Path, compression: str) -> BinaryIO:
+def _open(path: Path, compression: str) -> IO[bytes]:
     if compression == ".gz":
-        return gzip.open(path, "rb")
+        return cast(IO[bytes], gzip.open(path, "rb"))
     if compression == ".xz":
-        return lzma.open(path, "rb")
+        return cast(IO[bytes], lzma.open(path, "rb"))
     if compression == ".zst":
         return io.BufferedReader(_ZstdFile(path), buffer_size=1 << 20)
     return open(path, "rb", buffering=1 << 20)

@@ -140,8 +140,11 @@ class Tokenizer:
         (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2) + "\n")
 
 
+AnyTokenizer = Tokenizer | WordPiece
+
+
 @functools.cache
-def load_tokenizer(name: str = "gpt2") -> Tokenizer | WordPiece:
+def load_tokenizer(name: str = "gpt2") -> AnyTokenizer:
     """The tokenizer called `name`, checked against the published hash of its ranks or vocabulary.
 
     Raises:

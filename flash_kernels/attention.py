@@ -3,11 +3,16 @@
 Which kernel family serves a call is the rule of hopper/rule.py, which `kernel` overrides.
 """
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 
-from . import flops, operators  # noqa: F401  (flops registers formulas)
+from . import flops  # noqa: F401  (registers formulas)
+from .autograd import attend as attend_checked
+from .block_mask import BlockMask
+from .operators import NO_BLOCKS, check_cu_seqlens, is_eager, known_problem, metadata
 from .portable.attention_forward import attention_forward_kernel
 from .portable.kernel_launch import Bounded
 
@@ -16,9 +21,11 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Triton decides at decoration whether a kernel is compiled or interpreted.
 _IS_INTERPRETED = not isinstance(attention_forward_kernel, triton.JITFunction)
 
-# Eager calls that were checked: what operators.attend takes as `known`.
+# Eager calls that were checked: what autograd.attend takes as `known`.
 _known = Bounded(512)
 
+# With return_lse the pair (out, lse); typed so that whoever leaves it alone has a tensor.
+Output = Tensor | Any
 Window = tuple[int | None, int | None]
 Seed = int | Tensor | torch.Generator | None
 
@@ -40,7 +47,7 @@ def flash_attention(
     return_lse: bool = False,
     kernel: str | None = None,
     autotune: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Output:
     """Exact softmax attention without storing the score matrix (arXiv 2205.14135).
 
     Args:
@@ -115,7 +122,7 @@ def flash_attention_varlen(
     return_lse: bool = False,
     kernel: str | None = None,
     autotune: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Output:
     """flash_attention over sequences of different lengths, packed one after the other.
 
     Args:
@@ -157,9 +164,11 @@ def check_kernel(kernel: str | None, deterministic: bool) -> str | None:
 
 
 def attend(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, softmax_scale,
-    softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed, deterministic, kernel, autotune,
-    block_mask=None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None, max_seqlen_k: int | None, causal: bool, window: Window,
+    softmax_scale: float | None, softcap: float, alibi_slopes: Tensor | None,
+    lengths_k: Tensor | None, dropout_p: float, dropout_seed: Seed, deterministic: bool,
+    kernel: str | None, autotune: bool, block_mask: BlockMask | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Check the arguments, except block_mask, complete them and call the operator.
 
@@ -168,9 +177,9 @@ def attend(
     """
     left, right = window
     key = known = None
-    if block_mask is None and operators.is_eager(q, k, v):
+    if block_mask is None and is_eager(q, k, v):
         key = (
-            operators.metadata(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, lengths_k),
+            metadata(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, lengths_k),
             max_seqlen_q, max_seqlen_k, causal, left, right, softmax_scale, softcap, dropout_p,
             deterministic, kernel, autotune,
         )  # fmt: skip
@@ -183,10 +192,10 @@ def attend(
         if lengths_k is not None:
             _check_lengths(lengths_k, q, batch)
     kernel = check_kernel(kernel, deterministic)
-    if cu_seqlens_q is None:
+    if cu_seqlens_q is None or cu_seqlens_k is None:
         max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
     else:
-        operators.check_cu_seqlens(
+        check_cu_seqlens(
             cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], max_seqlen_q, max_seqlen_k
         )
     if alibi_slopes is not None:
@@ -196,18 +205,18 @@ def attend(
     seed = seed_tensor(dropout_seed, q.device) if dropout_p > 0.0 else None
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
-    blocks = operators.NO_BLOCKS if block_mask is None else _block_arguments(block_mask)
+    blocks = NO_BLOCKS if block_mask is None else _block_arguments(block_mask)
     inputs = (
         q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, seed, *blocks, max_seqlen_q,
         max_seqlen_k, softmax_scale, softcap, left, 0 if causal else right, dropout_p, kernel,
         autotune,
     )  # fmt: skip
     if key is not None and known is None:
-        known = _known.keep(key, operators.known_problem(*inputs))
-    return operators.attend(*inputs, known=known)
+        known = _known.keep(key, known_problem(*inputs))
+    return attend_checked(*inputs, known=known)
 
 
-def _block_arguments(block_mask) -> tuple:
+def _block_arguments(block_mask: BlockMask) -> tuple:
     """The operators' arguments for a block mask: lists by row and by column, token masks, sizes."""
     m = block_mask
     return (*m.rows, *m.cols, m.token_masks, m.block_m, m.block_n)
@@ -279,9 +288,11 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, dim: int, layout: str) -> None:
             )
 
 
-def check_inputs(q, k, v, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> int:
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> int:
     """The batch size, once everything but the values of cu_seqlens is checked."""
-    if cu_seqlens_q is None:
+    if cu_seqlens_q is None or cu_seqlens_k is None:
         check_qkv(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
         batch = q.shape[0]
         if k.shape[0] != batch:

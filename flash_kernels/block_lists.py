@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# fn(b, h, q_idx, k_idx) -> bool, True = visible: see BlockMask.from_function.
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # Tokens of a mask function looked at at once: its intermediate results are int64 or larger.
 _CHUNK_TOKENS = 2**23
 _BITS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -43,7 +45,7 @@ class Blocks(NamedTuple):
     patterns: Tensor
     is_full: Tensor
 
-    def select(self, chosen: Tensor) -> "Blocks":
+    def select(self, chosen: Tensor | slice) -> "Blocks":
         return Blocks(*(column[chosen] for column in self))
 
 
@@ -51,10 +53,11 @@ def sort_blocks(
     blocks: Blocks, mask_batch: int, mask_heads: int, num_rows: int, num_cols: int
 ) -> tuple[BlockLists, BlockLists]:
     """The lists along rows and along columns."""
-    directions = ((blocks.rows, num_rows, blocks.cols, num_cols),)
-    directions += ((blocks.cols, num_cols, blocks.rows, num_rows),)
     lists = []
-    for lines, num_lines, others, num_others in directions:
+    for lines, num_lines, others, num_others in (
+        (blocks.rows, num_rows, blocks.cols, num_cols),
+        (blocks.cols, num_cols, blocks.rows, num_rows),
+    ):
         parts = (blocks.heads * num_lines + lines) * 2 + blocks.is_full
         order = torch.argsort(parts * num_others + others)
         num_parts = mask_batch * mask_heads * num_lines * 2
@@ -112,7 +115,7 @@ def restrict_blocks(
 
 
 def evaluate_blocks(
-    fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    fn: MaskFunction,
     blocks: Blocks,
     mask_heads: int,
     lengths: tuple[int, int],
@@ -151,7 +154,11 @@ def evaluate_blocks(
 
 
 def _tokens(
-    fn, blocks: Blocks, mask_heads: int, lengths: tuple[int, int], block_sizes: tuple[int, int]
+    fn: MaskFunction,
+    blocks: Blocks,
+    mask_heads: int,
+    lengths: tuple[int, int],
+    block_sizes: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
     """fn over the tokens of each block, and which of them lie inside the lengths.
 

@@ -8,35 +8,28 @@ Memory is linear in the number of visible blocks and of distinct token masks.
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from . import block_mask_checks as checks
 from .block_lists import (
     BlockLists,
     Blocks,
+    MaskFunction,
     evaluate_blocks,
     list_blocks,
     restrict_blocks,
     sort_blocks,
 )
-from .block_mask_checks import (
-    check_block_sizes,
-    check_covered,
-    check_lengths,
-    checked_lengths,
-    checked_matrix,
-    checked_ones_and_zeros,
-    checked_token_mask,
-)
-from .block_mask_files import check_state, read_file, write_file
+from .block_mask_files import read_file, write_file
 from .block_mask_flex import read_flex, write_flex
 from .block_picture import draw_svg, draw_text
 
-__all__ = ["BlockLists", "BlockMask"]
+if TYPE_CHECKING:  # its import takes seconds: the compiler's
+    from torch.nn.attention import flex_attention
 
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _FORMAT = "flash_kernels.BlockMask 1"
 _SIZES = ("seqlen_q", "seqlen_k", "block_m", "block_n")
 # Results kept on a mask; a training loop with ever new lengths must not grow without bound.
@@ -100,12 +93,12 @@ class BlockMask:
         Raises:
             ValueError: shapes, dtypes, devices or sizes disagree.
         """
-        check_block_sizes(block_m, block_n)
-        blocks = checked_matrix("blocks", blocks, "rows, cols")
-        lengths = checked_lengths(blocks, (seqlen_q, seqlen_k), (block_m, block_n))
+        checks.check_block_sizes(block_m, block_n)
+        blocks = checks.checked_matrix("blocks", blocks, "rows, cols")
+        lengths = checks.checked_lengths(blocks, (seqlen_q, seqlen_k), (block_m, block_n))
         if token_mask is None:
             return cls.from_candidates(blocks, None, None, lengths, (block_m, block_n))
-        token_mask = checked_token_mask(token_mask, blocks, lengths)
+        token_mask = checks.checked_token_mask(token_mask, blocks, lengths)
         shape = torch.broadcast_shapes(blocks.shape[:2], token_mask.shape[:2])
         tokens = token_mask.expand(*shape, -1, -1)
         return cls.from_candidates(
@@ -143,17 +136,15 @@ class BlockMask:
         Raises:
             ValueError: a size is wrong, or fn does not return bool of the broadcast shape.
         """
-        check_block_sizes(block_m, block_n)
-        check_lengths(seqlen_q, seqlen_k)
-        for name, size in (("batch", batch), ("nheads", nheads)):
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, None for one mask, got {size}")
+        checks.check_block_sizes(block_m, block_n)
+        checks.check_lengths(seqlen_q, seqlen_k)
+        checks.check_shared(batch, nheads)
         shape = (batch or 1, nheads or 1, -(-seqlen_q // block_m), -(-seqlen_k // block_n))
         blocks = torch.ones((), dtype=torch.bool, device=device).expand(shape)
         return cls.from_candidates(blocks, fn, None, (seqlen_q, seqlen_k), (block_m, block_n))
 
     @classmethod
-    def from_flex(cls, flex_mask) -> "BlockMask":
+    def from_flex(cls, flex_mask: "flex_attention.BlockMask") -> "BlockMask":
         """From torch.nn.attention.flex_attention.BlockMask.
 
         Its mask_mod is called once, on the tokens of its partial blocks, with index tensors as in
@@ -163,8 +154,8 @@ class BlockMask:
             ValueError: its block size is not one of ours, or its mask_mod does not broadcast.
         """
         visible, is_full, fn, lengths, block_sizes = read_flex(flex_mask)
-        check_block_sizes(*block_sizes)
-        check_lengths(*lengths)
+        checks.check_block_sizes(*block_sizes)
+        checks.check_lengths(*lengths)
         return cls.from_candidates(visible, fn, is_full, lengths, block_sizes)
 
     @classmethod
@@ -173,8 +164,7 @@ class BlockMask:
 
         blocks: bool or integers of 0 and 1, (seqlen / 16, seqlen / 256), one for all heads.
         """
-        blocks = checked_ones_and_zeros(blocks)
-        return cls.from_dense(blocks, 16, 256)
+        return cls.from_dense(checks.checked_ones_and_zeros(blocks), 16, 256)
 
     @classmethod
     def from_candidates(
@@ -279,8 +269,8 @@ class BlockMask:
             raise ValueError(f"window must hold numbers of keys or None, got {window}")
         seqlen_q = self.seqlen_q if seqlen_q is None else seqlen_q
         seqlen_k = self.seqlen_k if seqlen_k is None else seqlen_k
-        check_covered("seqlen_q", seqlen_q, self.num_rows * self.block_m)
-        check_covered("seqlen_k", seqlen_k, self.num_cols * self.block_n)
+        checks.check_covered("seqlen_q", seqlen_q, self.num_rows * self.block_m)
+        checks.check_covered("seqlen_k", seqlen_k, self.num_cols * self.block_n)
 
         def restrict() -> BlockMask:
             blocks = restrict_blocks(
@@ -347,7 +337,7 @@ class BlockMask:
         blocks = list_blocks(self.rows)
         return self._scatter(blocks, 1 + blocks.is_full.int())
 
-    def to_flex(self):
+    def to_flex(self) -> "flex_attention.BlockMask":
         """torch.nn.attention.flex_attention.BlockMask with the same tokens visible.
 
         Its mask_mod looks up token_masks, so it works compiled and eager and for any mask; memory
@@ -356,22 +346,16 @@ class BlockMask:
         multiples of its kernels' tiles.
         """
         kinds = self.restricted().kinds()
-        return write_flex(
-            kinds == 1,
-            kinds == 2,
-            self.to_patterns(),
-            self.pattern_masks(),
-            (self.seqlen_q, self.seqlen_k),
-        )
+        lengths = (self.seqlen_q, self.seqlen_k)
+        return write_flex(kinds == 1, kinds == 2, self.to_patterns(), self.pattern_masks(), lengths)
 
     def plot(self, path: str | os.PathLike | None = None) -> str:
         """The blocks as an SVG picture, its text returned and, with a path, written there.
 
         One panel for each batch entry and head, at most 12; browsers and notebooks show it.
         """
-        svg = draw_svg(
-            self.kinds(), f"{self.seqlen_q} x {self.seqlen_k}, density {self.density:.4g}"
-        )
+        title = f"{self.seqlen_q} x {self.seqlen_k}, density {self.density:.4g}"
+        svg = draw_svg(self.kinds(), title)
         if path is not None:
             Path(path).write_text(svg, encoding="utf-8")
         return svg
@@ -393,18 +377,16 @@ class BlockMask:
             ValueError: the file holds something else.
         """
         state = read_file(path, device, _FORMAT)
-        check_state(path, state)
         rows = BlockLists(*(state[name] for name in BlockLists._fields))
-        mask = cls(*(state[name] for name in _SIZES), rows, rows, state["token_masks"])
+        sizes = {name: state[name] for name in _SIZES}
+        mask = cls(**sizes, rows=rows, cols=rows, token_masks=state["token_masks"])
         return mask._with(list_blocks(rows), mask.seqlen_q, mask.seqlen_k)
 
     def to(self, device: torch.device | str) -> "BlockMask":
         """The mask on a device, itself if it is there already."""
         if self.rows.indices.to(device) is self.rows.indices:
             return self
-        rows, cols = (
-            BlockLists(*(t.to(device) for t in lists)) for lists in (self.rows, self.cols)
-        )
+        rows, cols = (BlockLists(*(t.to(device) for t in way)) for way in (self.rows, self.cols))
         return BlockMask(
             self.seqlen_q, self.seqlen_k, self.block_m, self.block_n, rows, cols,
             self.token_masks.to(device),
@@ -412,12 +394,12 @@ class BlockMask:
 
     def __repr__(self) -> str:
         num_partial = int((self.rows.bounds[..., 1] - self.rows.bounds[..., 0]).sum())
+        names = (*_SIZES, "mask_batch", "mask_heads", "num_blocks")
+        sizes = ", ".join(f"{name}={getattr(self, name)}" for name in names)
         return (
-            f"BlockMask(seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}, "
-            f"block_m={self.block_m}, block_n={self.block_n}, mask_batch={self.mask_batch}, "
-            f"mask_heads={self.mask_heads}, num_blocks={self.num_blocks}, "
-            f"num_partial={num_partial}, num_patterns={self.token_masks.shape[0]}, "
-            f"density={self.density:.4g}, device={self.device})"
+            f"BlockMask({sizes}, num_partial={num_partial}, "
+            f"num_patterns={self.token_masks.shape[0]}, density={self.density:.4g}, "
+            f"device={self.device})"
         )
 
     def __str__(self) -> str:

@@ -19,6 +19,12 @@ def check_lengths(seqlen_q: int, seqlen_k: int) -> None:
             raise ValueError(f"{name} must be at least 1, got {length}")
 
 
+def check_shared(batch: int | None, nheads: int | None) -> None:
+    for name, size in (("batch", batch), ("nheads", nheads)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name} must be at least 1, None for one mask, got {size}")
+
+
 def checked_matrix(name: str, matrix: Tensor, dims: str) -> Tensor:
     """bool, with batch and heads in front."""
     if matrix.dtype != torch.bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 
-def check_state(path: str | os.PathLike, state: dict) -> None:
+def _check_state(path: str | os.PathLike, state: dict) -> None:
     """Raise ValueError for lists that reach out of the mask: kernels follow them unchecked."""
     try:
         num_rows = -(-state["seqlen_q"] // state["block_m"])
@@ -59,4 +59,5 @@ def read_file(path: str | os.PathLike, device: torch.device | str, expected_form
             f"{path} must hold a mask that BlockMask.save wrote ({expected_format!r}), got "
             f"{found!r}: save the mask again"
         )
+    _check_state(path, state)
     return state

@@ -1,12 +1,19 @@
 """FlexAttention's BlockMask (torch.nn.attention.flex_attention) to and from ours."""
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .block_lists import MaskFunction
 
-def read_flex(flex_mask) -> tuple[Tensor, Tensor, Callable, tuple[int, int], tuple[int, int]]:
+if TYPE_CHECKING:  # its import takes seconds: the compiler's
+    from torch.nn.attention import flex_attention
+
+
+def read_flex(
+    flex_mask: "flex_attention.BlockMask",
+) -> tuple[Tensor, Tensor, MaskFunction, tuple[int, int], tuple[int, int]]:
     """visible and is_full, bool (batch, nheads, rows, cols); mask_mod; lengths; block sizes."""
     (seqlen_q, seqlen_k), (block_m, block_n) = flex_mask.seq_lengths, flex_mask.BLOCK_SIZE
     num_rows, num_cols = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
@@ -17,7 +24,7 @@ def read_flex(flex_mask) -> tuple[Tensor, Tensor, Callable, tuple[int, int], tup
         )
     partial = _to_dense(flex_mask.kv_num_blocks, flex_mask.kv_indices, num_cols)
     full = torch.zeros_like(partial)
-    if flex_mask.full_kv_num_blocks is not None:
+    if flex_mask.full_kv_num_blocks is not None and flex_mask.full_kv_indices is not None:
         full = _to_dense(flex_mask.full_kv_num_blocks, flex_mask.full_kv_indices, num_cols)
     lengths, block_sizes = (seqlen_q, seqlen_k), (block_m, block_n)
     return partial | full, full, flex_mask.mask_mod, lengths, block_sizes
@@ -40,7 +47,7 @@ def write_flex(
     patterns: Tensor,
     pattern_masks: Tensor,
     lengths: tuple[int, int],
-):
+) -> "flex_attention.BlockMask":
     """FlexAttention's BlockMask.
 
     Args:
@@ -49,12 +56,12 @@ def write_flex(
         pattern_masks: bool (num, block_m, block_n).
         lengths: (seqlen_q, seqlen_k).
     """
-    from torch.nn.attention.flex_attention import BlockMask  # imports the compiler: seconds
+    from torch.nn.attention.flex_attention import BlockMask
 
     mask_batch, mask_heads = patterns.shape[:2]
     block_m, block_n = pattern_masks.shape[1:]
 
-    def mask_mod(b, h, q_idx, k_idx):
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
         # A shared mask is asked for every batch entry and head.
         b = b if mask_batch > 1 else torch.zeros_like(b)
         h = h if mask_heads > 1 else torch.zeros_like(h)

@@ -277,7 +277,7 @@ def _banded(
     first_k = torch.arange(num_cols, device=device) * block_n
     visible = (kinds != 0) | (first_q < num_global) | (first_k < num_global)
 
-    def is_visible(b, h, q_idx, k_idx):
+    def is_visible(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
         distance = k_idx - q_idx - (seqlen_k - seqlen_q)
         is_inside = torch.ones_like(distance, dtype=torch.bool)
         if right is not None:

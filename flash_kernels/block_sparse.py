@@ -3,7 +3,7 @@ a BlockMask lists are loaded and computed, so time and traffic go with its densi
 
 from torch import Tensor
 
-from .attention import Seed, Window, attend, autocast, check_inputs
+from .attention import Output, Seed, Window, attend, autocast, check_inputs
 from .block_mask import BlockMask
 
 
@@ -25,7 +25,7 @@ def block_sparse_attention(
     return_lse: bool = False,
     kernel: str | None = None,
     autotune: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Output:
     """flash_attention in which query i sees key j only where block_mask says so as well.
 
     Args:
@@ -82,7 +82,7 @@ def block_sparse_attention_varlen(
     return_lse: bool = False,
     kernel: str | None = None,
     autotune: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Output:
     """block_sparse_attention over packed sequences, as flash_attention_varlen.
 
     block_mask applies to each sequence from its own start; it must cover max_seqlen_q and

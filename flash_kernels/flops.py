@@ -1,5 +1,7 @@
 """FLOP formulas of the operators, for torch.utils.flop_counter.FlopCounterMode."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -23,8 +25,9 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | N
 
 
 def _forward_flops(
-    q, k, cu_seqlens_q, cu_seqlens_k, row_bounds, row_indices, block_m, block_n, max_seqlen_q,
-    max_seqlen_k, left, right,
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor,
+    row_bounds: Tensor | None, row_indices: Tensor, block_m: int, block_n: int, max_seqlen_q: int,
+    max_seqlen_k: int, left: int | None, right: int | None,
 ) -> int:  # fmt: skip
     """4 * headdim a visible pair (FlashAttention-2's convention); listed blocks count whole."""
     if row_bounds is not None:
@@ -44,10 +47,13 @@ def _forward_flops(
 
 @register_flop_formula(torch.ops.flash_kernels.attention_forward, get_raw=True)
 def _attention_forward_flops(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, row_bounds,
-    row_indices, row_patterns, col_bounds, col_indices, col_patterns, token_masks, block_m, block_n,
-    max_seqlen_q, max_seqlen_k, softmax_scale, softcap, window_left, window_right, *_, out_val=None,
-):  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor,
+    lengths_k: Any, alibi_slopes: Any, dropout_seed: Any, row_bounds: Tensor | None,
+    row_indices: Tensor, row_patterns: Any, col_bounds: Any, col_indices: Any, col_patterns: Any,
+    token_masks: Any, block_m: int, block_n: int, max_seqlen_q: int, max_seqlen_k: int,
+    softmax_scale: float, softcap: float, window_left: int | None, window_right: int | None,
+    *_: Any, out_val: Any = None,
+) -> int:  # fmt: skip
     return _forward_flops(
         q, k, cu_seqlens_q, cu_seqlens_k, row_bounds, row_indices, block_m, block_n, max_seqlen_q,
         max_seqlen_k, window_left, window_right,
@@ -55,5 +61,8 @@ def _attention_forward_flops(
 
 
 @register_flop_formula(torch.ops.flash_kernels.attention_backward, get_raw=True)
-def _attention_backward_flops(dout, dlse, q, k, v, out, lse, *options, out_val=None):
+def _attention_backward_flops(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    *options: Any, out_val: Any = None,
+) -> int:  # fmt: skip
     return _attention_forward_flops(q, k, v, *options) * 5 // 2

@@ -10,6 +10,8 @@ model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="triton_at
 Any name will do that does not contain "flash", which transformers takes for the flash-attn package.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from .attention import flash_attention, flash_attention_varlen
 
 
 def attention_mask(
-    batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **_
+    batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **_: Any
 ) -> Tensor | None:
     """What `attention` takes as its mask: bool (batch, kv_length), or None without padding."""
     if attention_mask is None:
@@ -42,7 +44,7 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
-    **others,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers' AttentionInterface.
 
@@ -61,7 +63,7 @@ def attention(
                 f"flash_kernels does not serve {name}: load the model with "
                 'attn_implementation="eager"'
             )
-    options = dict(
+    options: dict[str, Any] = dict(
         causal=module.is_causal if is_causal is None else is_causal,
         window=(None if sliding_window is None else sliding_window - 1, None),
         softmax_scale=scaling,

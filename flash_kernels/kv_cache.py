@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .attention import Window, check_options, check_qkv, check_slopes
+from .attention import Output, Window, check_options, check_qkv, check_slopes
 
 
 def flash_attention_with_kv_cache(
@@ -21,7 +21,7 @@ def flash_attention_with_kv_cache(
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
     num_splits: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Output:
     """Attention of q over the tokens in the cache and those in k, v, which are appended in place.
 
     Sequence b uses rows 0 ... cache_lengths[b] + seqlen_new - 1 of the caches; its last query
@@ -57,7 +57,7 @@ def flash_attention_with_kv_cache(
     if (k is None) != (v is None):
         raise ValueError("k and v must be given together, got one of them: pass both or neither")
     seqlen_new = 0
-    if k is not None:
+    if k is not None and v is not None:
         check_qkv(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
         seqlen_new = k.shape[1]
         if k.shape[0] != batch or k.shape[2] != k_cache.shape[2]:

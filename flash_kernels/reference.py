@@ -6,12 +6,14 @@ error that plain PyTorch makes. The whole score matrix is stored. Gradients come
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .block_mask import BlockMask
 
+Output = Tensor | Any  # as in attention.py
 _PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _LOW = 0xFFFFFFFF
@@ -40,7 +42,7 @@ def dropout_keys(
     nheads: int,
     seqlen_q: int,
     seqlen_k: int,
-    device="cpu",
+    device: torch.device | str = "cpu",
     first_sequence: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Row keys and odd row multipliers (batch, nheads, seqlen_q) and column keys (batch, nheads,
@@ -75,7 +77,7 @@ def dropout_keep_mask(
     seqlen_q: int,
     seqlen_k: int,
     dropout_p: float,
-    device="cpu",
+    device: torch.device | str = "cpu",
     first_sequence: int = 0,
 ) -> Tensor:
     """The kernels' dropout mask, bit for bit: bool (batch, nheads, seqlen_q, seqlen_k), True =
@@ -99,7 +101,7 @@ def visible_keys(
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] = (None, None),
-    device="cpu",
+    device: torch.device | str = "cpu",
 ) -> Tensor:
     """bool (seqlen_q, seqlen_k): True where the query may attend the key."""
     left, right = window
@@ -195,7 +197,7 @@ def flash_attention(
     deterministic: bool = False,
     return_lse: bool = False,
     kernel: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Output:
     """flash_kernels.flash_attention in plain PyTorch.
 
     Dropout needs a dropout_seed. deterministic and kernel change nothing here. lse: float32, or
@@ -237,13 +239,15 @@ def flash_attention_varlen(
     deterministic: bool = False,
     return_lse: bool = False,
     kernel: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Output:
     """flash_kernels.flash_attention_varlen in plain PyTorch: one sequence after the other."""
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     outs, lses = [], []
     for i in range(len(starts_q) - 1):
         rows, cols = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
-        per_sequence = alibi_slopes is not None and alibi_slopes.dim() == 2
+        slopes = alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[i : i + 1]
         out, lse = _attention(
             q[None, rows],
             k[None, cols],
@@ -252,7 +256,7 @@ def flash_attention_varlen(
             window=window,
             softmax_scale=softmax_scale,
             softcap=softcap,
-            alibi_slopes=alibi_slopes[i : i + 1] if per_sequence else alibi_slopes,
+            alibi_slopes=slopes,
             lengths_k=None if lengths_k is None else lengths_k[i : i + 1],
             dropout_p=dropout_p,
             dropout_seed=dropout_seed,
@@ -281,7 +285,7 @@ def block_sparse_attention(
     deterministic: bool = False,
     return_lse: bool = False,
     kernel: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Output:
     """Attention with the hidden tokens of block_mask at -inf, beside the options of
     flash_attention: the paper's section 3.3 with the whole score matrix.
 
@@ -330,16 +334,18 @@ def flash_attention_with_kv_cache(
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
     num_splits: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Output:
     """flash_kernels.flash_attention_with_kv_cache in plain PyTorch, sequence by sequence."""
     outs, lses = [], []
     for i, length in enumerate(cache_lengths.tolist()):
         end = length
-        if k is not None:
+        if k is not None and v is not None:
             end = length + k.shape[1]
             k_cache[i, length:end] = k[i]
             v_cache[i, length:end] = v[i]
-        per_sequence = alibi_slopes is not None and alibi_slopes.dim() == 2
+        slopes = alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[i : i + 1]
         out, lse = flash_attention(
             q[i : i + 1],
             k_cache[i : i + 1, :end],
@@ -348,7 +354,7 @@ def flash_attention_with_kv_cache(
             window=window,
             softmax_scale=softmax_scale,
             softcap=softcap,
-            alibi_slopes=alibi_slopes[i : i + 1] if per_sequence else alibi_slopes,
+            alibi_slopes=slopes,
             return_lse=True,
         )
         outs.append(out)

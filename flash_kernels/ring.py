@@ -12,6 +12,8 @@ sequence is a run of its rows, and a step is one packed call whose sequences may
 block mask each step walks the blocks of its queries and keys; without one it computes nothing.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -145,28 +147,31 @@ def ring_attention_varlen(
     torch.ops.flash_kernels.check_cu_seqlens(
         cu_seqlens, cu_seqlens, total, total, max_seqlen, max_seqlen
     )
-    lines = [t.view(-1, *t.shape[-3:]) for t in (q, k, v)]
+    shape = q.shape
+    q, k, v = (t.view(-1, *t.shape[-3:]) for t in (q, k, v))
     return _attend(
-        *lines, cu_seqlens, [], group, causal, max_seqlen, softmax_scale, dropout_p, dropout_seed,
+        q, k, v, cu_seqlens, [], group, causal, max_seqlen, softmax_scale, dropout_p, dropout_seed,
         deterministic, kernel,
-    ).view(q.shape)  # fmt: skip
+    ).view(shape)  # fmt: skip
 
 
 def _attend(
-    q, k, v, cu_seqlens, steps, group, causal, max_seqlen, softmax_scale, dropout_p, dropout_seed,
-    deterministic, kernel,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, steps: list[BlockMask],
+    group: dist.ProcessGroup | None, causal: bool, max_seqlen: int, softmax_scale: float | None,
+    dropout_p: float, dropout_seed: Seed, deterministic: bool, kernel: str | None,
 ) -> Tensor:  # fmt: skip
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
     kernel = check_kernel(kernel, deterministic)
     seed = seed_tensor(dropout_seed, q.device) if dropout_p > 0.0 else None
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    name = (group or dist.group.WORLD).group_name
+    ring = group or dist.group.WORLD
+    assert ring is not None
     blocks = [t for mask in steps for t in (*mask.rows, *mask.cols, mask.token_masks)]
     sizes = (steps[0].block_m, steps[0].block_n) if steps else (0, 0)
     return torch.ops.flash_kernels.ring_forward(
-        q, k, v, cu_seqlens, seed, blocks, *sizes, name, causal, max_seqlen, scale, dropout_p,
-        kernel,
+        q, k, v, cu_seqlens, seed, blocks, *sizes, ring.group_name, causal, max_seqlen, scale,
+        dropout_p, kernel,
     )[0]  # fmt: skip
 
 
@@ -221,29 +226,32 @@ class _Step:
     """
 
     def __init__(
-        self, q, ring, source, cu_seqlens, seed, blocks, block_m, block_n, causal, max_seqlen,
-        scale, dropout_p, kernel,
+        self, q: Tensor, ring: dist.ProcessGroup, source: int, cu_seqlens: Tensor | None,
+        seed: Tensor | None, blocks: list[Tensor], block_m: int, block_n: int, causal: bool,
+        max_seqlen: int, scale: float, dropout_p: float, kernel: str | None,
     ) -> None:  # fmt: skip
         rank, size, num_rows = dist.get_rank(ring), dist.get_world_size(ring), q.shape[1]
         self.rows, self.cols, is_causal = parts(rank, source, num_rows, causal)
         self.is_packed = cu_seqlens is not None
         seed = None if seed is None else pair_seed(seed, source)
         rest = (seed, scale, 0 if is_causal else None, dropout_p, kernel)
-        lengths = [part.stop - part.start for part in (self.rows, self.cols)]
-        if self.is_packed:
-            held = (
+        seqlen_q, seqlen_k = (part.stop - part.start for part in (self.rows, self.cols))
+        self.options: tuple | None
+        if cu_seqlens is not None:
+            cu_q, cu_k = (
                 held_cu_seqlens(cu_seqlens, process, size, num_rows, part)
                 for process, part in ((rank, self.rows), (source, self.cols))
             )
-            longest = (min(max_seqlen, length) for length in lengths)
-            self.options = operators.packed_options(*held, *longest, *rest)
+            longest_q, longest_k = min(max_seqlen, seqlen_q), min(max_seqlen, seqlen_k)
+            self.options = operators.packed_options(cu_q, cu_k, longest_q, longest_k, *rest)
         elif blocks:
             walked = blocks[_LISTS * source : _LISTS * (source + 1)]
-            is_empty = walked[1].shape[0] == 0
-            walked = (*walked, block_m, block_n)
-            self.options = None if is_empty else operators.dense_options(*lengths, *rest, walked)
+            self.options = None
+            if walked[1].shape[0] > 0:
+                mask = (*walked, block_m, block_n)
+                self.options = operators.dense_options(seqlen_q, seqlen_k, *rest, mask)
         else:
-            self.options = operators.dense_options(*lengths, *rest)
+            self.options = operators.dense_options(seqlen_q, seqlen_k, *rest)
 
     def inputs(self, tensor: Tensor, rows: slice) -> Tensor:
         """(lines, rows, nheads, headdim), of packed sequences line after line."""
@@ -251,6 +259,11 @@ class _Step:
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.inputs(q, self.rows), self.inputs(k, self.cols), self.inputs(v, self.cols)
+
+
+def _process_group(name: str) -> dist.ProcessGroup:
+    # The name's own type is not in every release of torch that is served.
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 @torch.library.custom_op("flash_kernels::ring_forward", mutates_args=())
@@ -263,7 +276,7 @@ def _forward(
 
     blocks: of each step's mask the lists by row and by column and the token masks, or none.
     """
-    ring = _resolve_process_group(group)
+    ring = _process_group(group)
     rank, size = dist.get_rank(ring), dist.get_world_size(ring)
     total = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     total_lse = total.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
@@ -296,7 +309,7 @@ def _by_row(difference: Tensor) -> Tensor:
 
 
 @_forward.register_fake
-def _(q, *_):
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     return q.new_empty(q.shape), lse
 
@@ -309,7 +322,7 @@ def _backward(
     dropout_p: float, kernel: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv. The sums for dk and dv travel with their keys and come home at the end."""
-    ring = _resolve_process_group(group)
+    ring = _process_group(group)
     rank, size = dist.get_rank(ring), dist.get_world_size(ring)
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     arriving = None
@@ -346,16 +359,16 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dout, q, k, v, *_):
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, cu_seqlens, seed, blocks, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens, seed, *blocks)
 
 
-def _differentiate(ctx, dout, dlse):
+def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse, cu_seqlens, seed, *blocks = ctx.saved_tensors
     gradients = torch.ops.flash_kernels.ring_backward(
         dout, q, k, v, out, lse, cu_seqlens, seed, blocks, *ctx.options

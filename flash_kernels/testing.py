@@ -7,6 +7,8 @@ terms, summed in different orders, are not, so one unit of float32 of their boun
 """
 
 import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +30,13 @@ def make_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normal q, k and v in the layout of flash_attention, requiring grad."""
     generator = torch.Generator(device).manual_seed(seed)
-    shapes = [(batch, seqlen_q, nheads, headdim)] + [
-        (batch, seqlen_k, nheads_k or nheads, headdim)
-    ] * 2
-    return tuple(
-        torch.randn(shape, generator=generator, device=device).to(dtype).requires_grad_()
-        for shape in shapes
-    )
+
+    def make(seqlen: int, nheads: int) -> Tensor:
+        shape = (batch, seqlen, nheads, headdim)
+        return torch.randn(shape, generator=generator, device=device).to(dtype).requires_grad_()
+
+    nheads_k = nheads_k or nheads
+    return make(seqlen_q, nheads), make(seqlen_k, nheads_k), make(seqlen_k, nheads_k)
 
 
 def make_cu_seqlens(lengths: list[int], device: str = "cpu") -> Tensor:
@@ -43,12 +45,12 @@ def make_cu_seqlens(lengths: list[int], device: str = "cpu") -> Tensor:
 
 
 @contextlib.contextmanager
-def nan_memory():
+def nan_memory() -> Iterator[None]:
     """Outputs start as NaN: what a kernel forgets to write shows."""
     empty, empty_like = torch.empty, torch.empty_like
 
-    def poisoned(make):
-        def fill(*args, **kwargs):
+    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def fill(*args: Any, **kwargs: Any) -> Tensor:
             tensor = make(*args, **kwargs)
             return tensor.fill_(float("nan") if tensor.is_floating_point() else -(2**30))
 
@@ -61,16 +63,21 @@ def nan_memory():
         torch.empty, torch.empty_like = empty, empty_like
 
 
-def _run(function, tensors, dtype, dout, dlse, options):
+def _run(
+    function: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype,
+    dout: Tensor,
+    dlse: Tensor | None,
+    options: dict[str, Any],
+) -> list[Tensor]:
     """out, lse, dq, dk, dv of a public function on copies of the tensors in `dtype`."""
     leaves = [_like(t, t.detach().to(dtype)).requires_grad_() for t in tensors]
     out, lse = function(*leaves, return_lse=True, **options)
-    loss = (out * dout.to(dtype)).sum() if dlse is None else None
-    if loss is None:
+    loss = (out * dout.to(dtype)).sum()
+    if dlse is not None:
         # Rows that see no key have lse = -inf, which no sum survives.
-        loss = (out * dout.to(dtype)).sum() + (
-            lse.masked_fill(lse.isinf(), 0.0) * dlse.to(lse.dtype)
-        ).sum()
+        loss = loss + (lse.masked_fill(lse.isinf(), 0.0) * dlse.to(lse.dtype)).sum()
     gradients = torch.autograd.grad(loss, leaves)
     return [out.detach(), lse.detach(), *gradients]
 
@@ -94,7 +101,7 @@ def assert_matches_reference(
     *,
     lse_gradient: bool = False,
     seed: int = 1,
-    **options,
+    **options: Any,
 ) -> None:
     """Compare output, LSE and gradients of flash_kernels.NAME with reference.NAME under the error
     budget.

@@ -9,6 +9,7 @@ that it is given, about 15 % of all.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from model.attention import Attention, Packing, auto_attention, packed_attention
 from model.bert_layers import BertEmbeddings, MLMHead, PostNormBlock
 from model.block_sparse import layer_attention
-from model.transformer import init_normal
+from model.transformer import check_sizes, init_normal
 
 INIT_STD = 0.02
 #: Constructor arguments of the published sizes.
@@ -92,12 +93,7 @@ class BERT(nn.Module):
             "vocab_multiple": vocab_multiple,
         }
         dropouts = {"resid_dropout": resid_dropout, "attn_dropout": attn_dropout}
-        for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
-        for name, dropout in dropouts.items():
-            if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
-                raise ValueError(f"{name} must be a number in [0, 1), got {dropout!r}")
+        check_sizes(sizes, dropouts)
         if dim % nheads != 0:
             raise ValueError(f"dim ({dim}) must be a multiple of nheads ({nheads})")
         if position_offset < 0:
@@ -105,7 +101,7 @@ class BERT(nn.Module):
         if nsp_head and not pooler:
             raise ValueError("nsp_head reads the pooler: set pooler=True or nsp_head=False")
         #: Constructor arguments but attention, as plain values: BERT(**config) is the same shape.
-        self.config = {**sizes, **dropouts, "position_offset": position_offset}
+        self.config: dict[str, Any] = {**sizes, **dropouts, "position_offset": position_offset}
         self.config |= {"norm_eps": norm_eps, "pooler": pooler}
         self.config |= {"mlm_head": mlm_head, "nsp_head": nsp_head}
         self.vocab_size = vocab_size
@@ -243,13 +239,14 @@ class BERT(nn.Module):
 
     def decoder(self, states: Tensor) -> Tensor:
         """mlm_states (..., dim) -> logits (..., vocab_size), a view that skips padding columns."""
+        assert self.mlm is not None
         return F.linear(states, self.head_weight, self.mlm.bias)[..., : self.vocab_size]
 
     def mlm_logits(self, hidden: Tensor, masked_positions: Tensor | None = None) -> Tensor:
         """decoder(mlm_states(...)). Under autocast in the low-precision dtype."""
         return self.decoder(self.mlm_states(hidden, masked_positions))
 
-    def forward(self, input_ids: Tensor, **layout) -> Tensor:
+    def forward(self, input_ids: Tensor, **layout: Any) -> Tensor:
         """Final hidden states; see hidden()."""
         return self.hidden(input_ids, **layout)
 

@@ -22,6 +22,7 @@ from model.hf_bert import (
     plain_state,
 )
 from model.hf_files import (
+    SavedTokenizer,
     find_model,
     read_config,
     read_own,
@@ -90,7 +91,9 @@ def load_bert(
     return model
 
 
-def export_bert(model: BERT, folder: str | os.PathLike, *, tokenizer: object | None = None) -> Path:
+def export_bert(
+    model: BERT, folder: str | os.PathLike, *, tokenizer: SavedTokenizer | None = None
+) -> Path:
     """Write a folder that transformers' from_pretrained loads.
 
     Args:

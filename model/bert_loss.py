@@ -82,8 +82,10 @@ def mlm_loss(
     if len(pieces) == 1:  # nothing to save
         sums = [chunk_loss(*pieces[0])]
     else:
-        options = {"use_reentrant": False, "preserve_rng_state": False}  # no dropout in the decoder
-        sums = [checkpoint(chunk_loss, *piece, **options) for piece in pieces]
+        sums = [  # no dropout in the decoder
+            checkpoint(chunk_loss, *piece, use_reentrant=False, preserve_rng_state=False)
+            for piece in pieces
+        ]
     losses, correct = zip(*sums, strict=True)
     return torch.stack(losses).sum(), (labels != IGNORE).sum(), torch.stack(correct).sum()
 
@@ -134,15 +136,6 @@ def bert_loss(
         return Sums(*sums, zero, zero.long(), zero.long())
     pooled = model.pooled(states, cu_seqlens=layout.get("cu_seqlens"))
     return Sums(*sums, *nsp_loss(model.nsp_logits(pooled), batch["nsp_labels"]))
-
-
-def mean_loss(sums: Sums) -> Tensor:
-    """MLM mean + NSP mean, the total loss of one batch; a mean over nothing is 0."""
-    means = (
-        sums.mlm_loss / sums.num_masked.clamp(min=1),
-        sums.nsp_loss / sums.num_pairs.clamp(min=1),
-    )
-    return sum(means)
 
 
 def with_host_counts(batch: dict[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,14 @@ under a pattern, and back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+if TYPE_CHECKING:  # triton is not everywhere
+    from flash_kernels import BlockMask
 
 PATTERNS = ("butterfly", "sliding_window", "local_global", "bigbird", "strided", "fixed")
 
@@ -38,7 +41,7 @@ class BlockSparseAttention:
     ) -> None:
         self.max_seqlen = max_seqlen
         self.patterns = [dict(p) for p in (layers or [pattern])]
-        self._masks: dict[tuple[int, torch.device], Any] = {}
+        self._masks: dict[tuple[int, torch.device], BlockMask] = {}
         for index in range(len(self.patterns)):
             self.mask(index, torch.device("cpu"))  # refuses wrong options before anything heavy
 
@@ -46,10 +49,10 @@ class BlockSparseAttention:
         """The attention function of one layer."""
         return _LayerAttention(self, layer % len(self.patterns))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return self.for_layer(0)(q, k, v, **options)
 
-    def mask(self, index: int, device: torch.device):
+    def mask(self, index: int, device: torch.device) -> "BlockMask":
         """BlockMask of pattern `index` on a device, made once."""
         if (index, device) not in self._masks:
             self._masks[index, device] = _build(self.patterns[index], self.max_seqlen, device)
@@ -75,7 +78,7 @@ class _LayerAttention:
         self.attention = attention
         self.index = index
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         from flash_kernels import block_sparse_attention
 
         # The mask counts positions from the first key. Queries of a KV cache are the last ones:
@@ -83,11 +86,11 @@ class _LayerAttention:
         missing = k.shape[1] - q.shape[1]
         if missing > 0:
             q = F.pad(q, (0, 0, 0, 0, missing, 0))
-        out = block_sparse_attention(q, k, v, layer_mask(self, q.device), **options)
+        out = block_sparse_attention(q, k, v, self.attention.mask(self.index, q.device), **options)
         return out[:, missing:] if missing > 0 else out
 
     def packed(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, **options
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, **options: Any
     ) -> Tensor:
         """Self-attention within packed sequences (total, nheads, headdim), each under the pattern
         from its own start."""
@@ -97,7 +100,7 @@ class _LayerAttention:
             q,
             k,
             v,
-            layer_mask(self, q.device),
+            self.attention.mask(self.index, q.device),
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_k=cu_seqlens,
             max_seqlen_q=max_seqlen,
@@ -106,7 +109,7 @@ class _LayerAttention:
         )
 
 
-def _build(pattern: Mapping[str, Any], seqlen: int, device: torch.device):
+def _build(pattern: Mapping[str, Any], seqlen: int, device: torch.device) -> "BlockMask":
     from flash_kernels import block_patterns
 
     options = dict(pattern)
@@ -125,7 +128,7 @@ def layer_attention(attention: Callable[..., Tensor], layer: int) -> Callable[..
     return attention if for_layer is None else for_layer(layer)
 
 
-def layer_mask(attention: Callable[..., Tensor], device: torch.device):
+def layer_mask(attention: Callable[..., Tensor], device: torch.device) -> "BlockMask | None":
     """BlockMask of what layer_attention gave; None if it is no block-sparse attention."""
     if not isinstance(attention, _LayerAttention):
         return None

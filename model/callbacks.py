@@ -2,6 +2,7 @@
 
 import math
 import time
+from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -69,7 +70,7 @@ class Metrics(Callback):
         show: also show progress (a bar on a terminal, lines elsewhere).
     """
 
-    def __init__(self, *, every_n_steps: int = 10, show: bool = True):
+    def __init__(self, *, every_n_steps: int = 10, show: bool = True) -> None:
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
         self.every_n_steps = every_n_steps
@@ -93,8 +94,10 @@ class Metrics(Callback):
             self._peak = peak_flops(name)
             torch.cuda.reset_peak_memory_stats(device)
             if self.display and trainer.is_global_zero:
-                peak = f"of {self._peak / 1e12:.1f} TFLOP/s, its dense bf16 peak" * bool(self._peak)
-                self.display.message(f"MFU on {name}: {peak or 'none, its peak is not known'}")
+                peak = "none, its peak is not known"
+                if self._peak is not None:
+                    peak = f"of {self._peak / 1e12:.1f} TFLOP/s, its dense bf16 peak"
+                self.display.message(f"MFU on {name}: {peak}")
         for logger in trainer.loggers:
             if isinstance(logger, CsvLogger):
                 logger.forget_after(trainer.global_step)
@@ -102,7 +105,9 @@ class Metrics(Callback):
         if self.display and trainer.is_global_zero:
             self.display.start(trainer.global_step, trainer.max_steps)
 
-    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, task: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         step = trainer.global_step
         self._waiting.append((step, task.lr, outputs))
         if step % self.every_n_steps == 0 or step == trainer.max_steps:
@@ -185,7 +190,9 @@ class Metrics(Callback):
         if self.display:
             self.display.stop()
 
-    def on_exception(self, trainer: Trainer, task: LightningModule, exception) -> None:
+    def on_exception(
+        self, trainer: Trainer, task: LightningModule, exception: BaseException
+    ) -> None:
         for logger in trainer.loggers:
             logger.save()
         if self.display:
@@ -202,7 +209,7 @@ class StopAtTarget(Callback):
         at_least: the target.
     """
 
-    def __init__(self, *, at_least: float, metric: str = "val/accuracy"):
+    def __init__(self, *, at_least: float, metric: str = "val/accuracy") -> None:
         self.metric = metric
         self.at_least = at_least
         self.reached: tuple[int, float] | None = None  # step and value
@@ -250,12 +257,14 @@ class StopAfter(Callback):
 
     _EVERY = 10  # steps between looks at the clock, on which processes must agree
 
-    def __init__(self, *, minutes: float | None = None):
+    def __init__(self, *, minutes: float | None = None) -> None:
         if minutes is not None and minutes <= 0:
             raise ValueError(f"minutes must be positive or null, got {minutes}")
         self._ends_at = None if minutes is None else time.monotonic() + 60 * minutes
 
-    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, task: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self._ends_at is None or trainer.global_step % self._EVERY:
             return
         is_over = time.monotonic() >= self._ends_at
@@ -267,7 +276,7 @@ class Display:
     """A progress bar on a terminal; elsewhere (a log file, CI) a line an update, at most one in
     ten seconds."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.console = Console()
         self._progress: Progress | None = None
         self._last_line = -math.inf

@@ -16,6 +16,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, Any
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -34,11 +35,11 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*\.ckpt")  # none leads out of 
 class _HashingFile:
     """A file object for torch.save that hashes what passes through."""
 
-    def __init__(self, file):
+    def __init__(self, file: IO[bytes]) -> None:
         self.file, self.sha256, self.num_bytes = file, hashlib.sha256(), 0
         self.error: OSError | None = None
 
-    def write(self, data) -> int:
+    def write(self, data: Any) -> int:
         self.sha256.update(data)
         self.num_bytes += len(data)
         try:
@@ -167,7 +168,9 @@ def newest_best(run: Path) -> Path | None:
     return folder / max(best) if best and is_intact(folder / max(best)) else None
 
 
-def find_checkpoint(run: str | Path, which: str = "best", runs_root: str = "outputs/runs") -> Path:
+def find_checkpoint(
+    run: str | os.PathLike, which: str = "best", runs_root: str = "outputs/runs"
+) -> Path:
     """A checkpoint of a run.
 
     Args:
@@ -229,7 +232,7 @@ def read_file(path: str | Path) -> dict:
     return content
 
 
-def _check_config(path: Path, config: dict, state: dict[str, Tensor]) -> None:
+def _check_config(path: Path, config: dict, state: dict[str, Tensor] | None) -> None:
     """Refuse a configuration that is not of plain values, or not of these tensors."""
     plain = (int, float, bool, str, type(None))
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
@@ -240,8 +243,8 @@ def _check_config(path: Path, config: dict, state: dict[str, Tensor]) -> None:
             raise ValueError(f"{path} must hold options of a model in model_config, got {name!r}")
         if not all(isinstance(v, plain) for v in values):
             raise ValueError(f"{path} must hold plain values in model_config, got {name}={value!r}")
-    blocks = {n for n in (re.search(r"\bblocks\.(\d+)\.", name) for name in state) if n}
-    blocks = {match[1] for match in blocks}
+    found = (re.search(r"\bblocks\.(\d+)\.", name) for name in state)
+    blocks = {match[1] for match in found if match}
     if blocks and "depth" in config and config["depth"] != len(blocks):
         raise ValueError(f"{path} holds {len(blocks)} blocks, its model_config {config['depth']}")
     for name, tensor in state.items():
@@ -323,17 +326,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     manifest does not list such a file.
     """
 
-    def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict, path: str | os.PathLike, storage_options: Any = None
+    ) -> None:
         path = Path(path)
         entry = {"step": checkpoint["global_step"]}
         if bad := not_finite(checkpoint.get("state_dict", {})):
             warn_unsaved(path, f"NaN or infinity in {', '.join(bad[:3])}")
             return
 
-        def write(file) -> None:
+        def write(file: IO[bytes]) -> None:
             hashing = _HashingFile(file)
             try:
-                torch.save(checkpoint, hashing)
+                torch.save(checkpoint, hashing)  # type: ignore[arg-type]  # write is all it calls
             except RuntimeError:
                 if hashing.error:  # torch hides what the file said, for instance that it is full
                     raise hashing.error from None
@@ -347,10 +352,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except OSError as error:
             warn_unsaved(path, str(error))
 
-    def load_checkpoint(self, path, map_location=None, weights_only: bool | None = True) -> dict:
+    def load_checkpoint(
+        self, path: str | os.PathLike, map_location: Any = None, weights_only: bool | None = True
+    ) -> dict:
         if is_sharded(Path(path)):  # of another run's strategy
             return load_whole(Path(path))
-        return read_file(path)
+        return read_file(Path(path))
 
 
 def warn_unsaved(path: Path, reason: str) -> None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from model.attention import Packing
 from model.classifier_weights import load_from_run
+from model.long_range import LongRangeClassifier
 from model.loss import IGNORE
 from model.task import TrainingTask, say
 
@@ -39,12 +40,13 @@ class ClassificationTask(TrainingTask):
         ValueError: an option is out of its range, or a dense loss without a dense head.
     """
 
+    model: LongRangeClassifier
     best_metric = ("val/accuracy", True)
     batch_options = ("task.micro_batch_size", "data.batch_size")
 
     def __init__(
         self,
-        model: nn.Module,
+        model: LongRangeClassifier,
         optimizer: Callable[[nn.Module], Optimizer],
         *,
         max_steps: int,
@@ -142,17 +144,17 @@ class ClassificationTask(TrainingTask):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
         outputs = super().training_step(batch, batch_idx)
         if self.plateau_steps is not None:
-            self._watch_plateau(outputs["loss"])
+            self._watch_plateau(outputs["loss"], self.plateau_steps)
         return outputs
 
-    def _watch_plateau(self, loss: Tensor) -> None:
-        """Judge the mean loss of the steps before a multiple of plateau_steps; global_step is one
-        more than this step's index already."""
+    def _watch_plateau(self, loss: Tensor, every: int) -> None:
+        """Judge the mean loss of the steps before a multiple of `every`; global_step is one more
+        than this step's index already."""
         step = self.global_step
-        if -step % self.plateau_steps < min(_PLATEAU_WINDOW, self.plateau_steps):
+        if -step % every < min(_PLATEAU_WINDOW, every):
             self._plateau_sum += loss
             self._plateau_count += 1
-        if step % self.plateau_steps == 0 and self._plateau_count:
+        if step % every == 0 and self._plateau_count:
             guess = math.log(self.model.num_classes)
             if abs(float(self._plateau_sum) / self._plateau_count - guess) < _PLATEAU_WIDTH:
                 say(

@@ -11,6 +11,8 @@ to attend over the whole sequence:
            also of packed documents, and block-sparse attention of whole sequences.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +20,7 @@ from torch import Tensor
 from model.attention import Attention, Packing, is_flash, packed_attention
 from model.block_sparse import layer_mask
 from model.gpt import GPT
+from model.transformer import Block
 
 METHODS = ("heads", "ring")
 # A pattern counts from each document's start, where no chunk's blocks begin.
@@ -98,12 +101,12 @@ class _OverHeads:
         self.inner = inner
         self.context = context
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         q, k, v = (_all_to_all(t, self.context, to_heads=True) for t in (q, k, v))
         return _all_to_all(self.inner(q, k, v, **options), self.context, to_heads=False)
 
     def packed(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, **options
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, **options: Any
     ) -> Tensor:
         """Self-attention within documents that are packed in rows of max_seqlen tokens.
 
@@ -112,9 +115,9 @@ class _OverHeads:
         """
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            whole = (t.flatten(0, 1) for t in (q, k, v))
+            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
             packing = Packing(cu_seqlens, max_seqlen)
-            out = packed_attention(self.inner, *whole, packing, **options)
+            out = packed_attention(self.inner, q, k, v, packing, **options)
             return out.unflatten(0, (-1, max_seqlen))
 
         rows = (t.unflatten(0, (-1, max_seqlen // self.context.size)) for t in (q, k, v))
@@ -128,7 +131,7 @@ class _OverRing:
         self.inner = inner
         self.context = context
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         from flash_kernels.ring import ring_attention
 
         mask = layer_mask(self.inner, q.device)
@@ -140,7 +143,7 @@ class _OverRing:
         return ring_attention(q, k, v, block_mask=mask, group=self.context.group, **options)
 
     def packed(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, **options
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, **options: Any
     ) -> Tensor:
         """As _OverHeads.packed."""
         from flash_kernels.ring import ring_attention_varlen
@@ -185,6 +188,7 @@ def split_sequences(
         )
     check_seqlen(seqlen, size if method == "heads" else 2 * size)
     for block in model.blocks:
+        assert isinstance(block, Block)
         inner = block.attention.attention
         mask = layer_mask(inner, torch.device("cpu")) if method == "ring" else None
         if mask is not None:
@@ -217,7 +221,7 @@ class _Exchange(torch.autograd.Function):
     """Piece i of dimension 0 goes to process i of the group; its own inverse."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         x = x.contiguous()
         received = torch.empty_like(x)
@@ -225,5 +229,5 @@ class _Exchange(torch.autograd.Function):
         return received
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _Exchange.apply(gradient, ctx.group), None

@@ -41,6 +41,7 @@ class DocumentTask(TrainingTask):
         ValueError: an option is out of its range.
     """
 
+    model: DocumentClassifier
     best_metric = ("val/micro_f1", True)
     batch_options = ("task.micro_batch_tokens", "data.batch_size")
 

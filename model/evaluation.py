@@ -222,7 +222,7 @@ def score_endings(
         window = Window(0, len(ids) - 1, num_scored)
         rows.append(_inputs_and_labels(ids, window, 0))
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
-    scores: list[Score] = [None] * len(rows)
+    scores: dict[int, Score] = {}
     at = 0
     while at < len(order):
         chosen = order[at : at + max(1, batch_tokens // len(rows[order[at]][0]))]
@@ -234,4 +234,4 @@ def score_endings(
             scores[i] = Score(float(losses.double().sum()), bool(likeliest.all()))
         if on_texts is not None:
             on_texts(len(chosen))
-    return scores
+    return [scores[i] for i in range(len(rows))]

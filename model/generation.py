@@ -1,12 +1,13 @@
 """Sampling from a GPT: greedy, temperature, top-k, top-p, with a KV cache."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from model.attention import KVCache
 from model.gpt import GPT
+from model.self_attention import KVCache
 
 
 @torch.no_grad()
@@ -81,7 +82,7 @@ def generate(
 
 def sample_text(
     model: GPT,
-    tokenizer,
+    tokenizer: Any,
     prompt: str,
     num_tokens: int,
     *,

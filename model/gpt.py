@@ -5,13 +5,16 @@ What the training recipe of FlashAttention's authors adds is optional: scores di
 number (inverse_layer_scale) and a padded vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.attention import Attention, KVCache, Packing, auto_attention
+from model.attention import Attention, Packing, auto_attention
 from model.block_sparse import layer_attention
-from model.transformer import Block, Embeddings, init_normal
+from model.self_attention import KVCache
+from model.transformer import Block, Embeddings, check_sizes, init_normal
 
 INIT_STD = 0.02
 
@@ -68,16 +71,15 @@ class GPT(nn.Module):
             "resid_dropout": resid_dropout,
             "attn_dropout": attn_dropout,
         }
-        for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
-        for name, dropout in dropouts.items():
-            if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
-                raise ValueError(f"{name} must be a number in [0, 1), got {dropout!r}")
+        check_sizes(sizes, dropouts)
         if dim % nheads != 0:
             raise ValueError(f"dim ({dim}) must be a multiple of nheads ({nheads})")
         #: Constructor arguments but attention, as plain values: GPT(**config) is the same shape.
-        self.config = {**sizes, **dropouts, "inverse_layer_scale": inverse_layer_scale}
+        self.config: dict[str, Any] = {
+            **sizes,
+            **dropouts,
+            "inverse_layer_scale": inverse_layer_scale,
+        }
         self.config["bias"] = bias
         self.vocab_size = vocab_size
         self.max_seqlen = max_seqlen
@@ -109,6 +111,7 @@ class GPT(nn.Module):
         init_normal(self, INIT_STD)
         residual_std = INIT_STD / (2 * len(self.blocks)) ** 0.5
         for block in self.blocks:
+            assert isinstance(block, Block)
             nn.init.normal_(block.attention.out.weight, std=residual_std)
             nn.init.normal_(block.mlp.down.weight, std=residual_std)
         self.embeddings.tokens.weight[self.vocab_size :].zero_()

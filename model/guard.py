@@ -111,7 +111,7 @@ class StepGuard(Callback):
         )
         if policy == "skip":
             optimizer.zero_grad(set_to_none=True)  # without a gradient no weight or moment changes
-        elif policy == "rollback":
+        elif newest is not None:
             raise RollBack(newest, data.position + data.batch_size)
         else:
             for callback in checkpoints:
@@ -140,7 +140,7 @@ class StepGuard(Callback):
             say(f"bad_steps.jsonl cannot be written ({error}): {json.dumps(facts)}")
 
 
-def explained(error: Exception, trainer: Trainer, task: TrainingTask) -> TrainingError | None:
+def explained(error: BaseException, trainer: Trainer, task: TrainingTask) -> TrainingError | None:
     """What a user can do about an error of training; None where this program does not know."""
     more = "; resume=auto goes on from the last checkpoint"
     if isinstance(error, torch.OutOfMemoryError):

@@ -12,6 +12,7 @@ Whatever a GPT cannot represent exactly is refused with the reason.
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from model.attention import Attention, auto_attention
 from model.gpt import GPT
 from model.hf_files import (
+    SavedTokenizer,
     find_model,
     read_config,
     read_own,
@@ -144,7 +146,7 @@ def config_from_hf(hf_config: dict) -> dict:
         ValueError: the configuration is not one that GPT computes exactly.
     """
 
-    def get(key: str, default: object) -> object:
+    def get(key: str, default: Any) -> Any:
         value = hf_config.get(key, default)
         return default if value is None else value
 
@@ -310,7 +312,7 @@ def export_gpt2(
     model: GPT,
     folder: str | os.PathLike,
     *,
-    tokenizer: object | None = None,
+    tokenizer: SavedTokenizer | None = None,
     eos_id: int | None = None,
 ) -> Path:
     """Write a folder that transformers' from_pretrained loads.

@@ -11,6 +11,7 @@ Whatever a BERT cannot represent exactly is refused with the reason. Files: bert
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,7 +155,7 @@ def bert_config_from_hf(hf_config: dict) -> dict:
     if model_type not in _DEFAULTS:
         raise ValueError(f"config.json: model_type must be 'bert' or 'roberta', got {model_type!r}")
 
-    def get(key: str, default: object) -> object:
+    def get(key: str, default: Any) -> Any:
         value = hf_config.get(key, default)
         return default if value is None else value
 
@@ -259,7 +260,7 @@ def bert_from_hf(
         if not torch.equal(tensor, state[original]):
             raise ValueError(f"{copy} must equal {original} (the decoder is tied), it differs")
     key_map = _key_map(config)
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for ours, shape in _shapes({**config, "vocab_multiple": 1}).items():
         parts = len(key_map[ours])
         shapes |= {theirs: (shape[0] // parts, *shape[1:]) for theirs in key_map[ours]}

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Protocol
 
 import safetensors
 import safetensors.torch
@@ -22,6 +23,17 @@ _WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+class SavedTokenizer(Protocol):
+    """What a model's folder gets its tokenizer from; data.tokenizer has one."""
+
+    @property
+    def eot(self) -> int | None:
+        """What ends a text; None where the files say it."""
+
+    def save_hf(self, folder: Path) -> None:
+        """Write the files of Hugging Face."""
 
 
 def find_model(source: str | os.PathLike) -> Path:
@@ -134,7 +146,7 @@ def write_model(
     tensors: dict[str, Tensor],
     configs: dict[str, dict],
     *,
-    tokenizer: object | None,
+    tokenizer: SavedTokenizer | None,
     max_seqlen: int,
 ) -> Path:
     """Write a model's folder, config.json after the weights.

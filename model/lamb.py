@@ -81,7 +81,7 @@ class LAMB(Optimizer):
 
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
-        grads = [p.grad for p in params]
+        grads = [p.grad for p in params if p.grad is not None]
         if any(grad.is_sparse for grad in grads):
             raise NotImplementedError("LAMB needs dense gradients: set sparse=False")
         states = [self._state_of(p) for p in params]
@@ -97,7 +97,7 @@ class LAMB(Optimizer):
         roots = torch._foreach_sqrt(second)
         torch._foreach_div_(roots, [(1.0 - beta2**t) ** 0.5 for t in steps])
         torch._foreach_add_(roots, group["eps"])
-        updates = torch._foreach_div(first, roots)
+        updates = list(torch._foreach_div(first, roots))
         torch._foreach_div_(updates, [1.0 - beta1**t for t in steps])
         if group["weight_decay"] != 0.0:
             torch._foreach_add_(updates, params, alpha=group["weight_decay"])

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from model.bert import BERT
 from model.bert_loss import bert_loss, piece_of, with_host_counts
 from model.context_parallel import ContextParallel, split_sequences
+from model.gpt import GPT
 from model.loss import IGNORE, linear_next_token_loss
 from model.positions import EXTENSIONS, extend_in_place
 from model.recompute import set_recompute
@@ -84,7 +85,7 @@ class LanguageModelTask(TrainingTask):
         self.loss_chunk_tokens = loss_chunk_tokens
         self._is_compiled = compile
 
-    def check_model(self, model: nn.Module) -> None:
+    def check_model(self, model: Any) -> None:
         """Raise ValueError for a model that the task cannot train."""
 
     def micro_batch_limit(self, seqlen: int) -> int:
@@ -116,6 +117,7 @@ class CausalLMTask(LanguageModelTask):
         others: see LanguageModelTask; what is compiled is the forward pass with its loss.
     """
 
+    model: GPT
     _parallel: ContextParallel | None = None
 
     def __init__(
@@ -216,7 +218,7 @@ class CausalLMTask(LanguageModelTask):
         self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """Summed loss (float32) of one micro-batch; cu_seqlens: see GPT.hidden."""
-        options = {}
+        options: dict[str, Any] = {}
         if self._parallel is not None:
             options = {"positions": self._positions, "seqlen": self._seqlen}
         if cu_seqlens is not None:
@@ -239,8 +241,11 @@ class CausalLMTask(LanguageModelTask):
         return {"ppl": means["loss"].exp()}
 
     @property
-    def _in_warmup(self) -> bool:
-        return self.context is not None and self.context < (self.final_context or 0)
+    def _warmup(self) -> tuple[int, int] | None:
+        """(context, final context) while the first is shorter."""
+        if self.context is None or self.final_context is None:
+            return None
+        return (self.context, self.final_context) if self.context < self.final_context else None
 
     def _position_table(self) -> Tensor:
         if isinstance(self.model, FSDPModule):
@@ -251,39 +256,40 @@ class CausalLMTask(LanguageModelTask):
         seqlen = batch["input_ids"].shape[-1]
         if self._parallel is not None:  # a share of it
             seqlen *= self._parallel.size
-        if self._in_warmup and seqlen != self.context:
+        warmup = self._warmup
+        if warmup is not None and seqlen != warmup[0]:
             clocks = [c for c in self.trainer.callbacks if hasattr(c, "pause_clock")]
             for clock in clocks:  # an interval of speed has one context
                 clock.pause_clock(self)
-            self._grow(seqlen)
+            self._grow(warmup[0], seqlen)
             for clock in clocks:
                 clock.resume_clock()
         self.context = seqlen
 
-    def _grow(self, seqlen: int) -> None:
+    def _grow(self, context: int, seqlen: int) -> None:
         """Take more rows of the position table into use."""
-        if seqlen < self.context:
+        if seqlen < context:
             raise ValueError(
-                f"the context of a run must not shrink, from {self.context} to {seqlen} at step "
+                f"the context of a run must not shrink, from {context} to {seqlen} at step "
                 f"{self.global_step}"
             )
         table = self._position_table()
         state = self.optimizers(use_pl_optimizer=False).state.get(table, {})
         moments = [t for t in state.values() if isinstance(t, Tensor) and t.shape == table.shape]
         for tensor in (table, *moments):
-            extend_in_place(tensor, self.context, seqlen, self.extend_positions)
+            extend_in_place(tensor, context, seqlen, self.extend_positions)
         say(
-            f"step {self.global_step}: context {self.context:,} -> {seqlen:,} tokens, positions: "
+            f"step {self.global_step}: context {context:,} -> {seqlen:,} tokens, positions: "
             f"{self.extend_positions}"
         )
 
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()
         self._own_positions = None
-        if self._in_warmup:
+        if self._warmup is not None:
             table = self._position_table()
             self._own_positions = table.detach().clone()
-            extend_in_place(table, self.context, self.final_context, self.extend_positions)
+            extend_in_place(table, *self._warmup, self.extend_positions)
 
     def on_validation_epoch_end(self) -> None:
         if self._own_positions is not None:
@@ -294,7 +300,7 @@ class CausalLMTask(LanguageModelTask):
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         super().on_save_checkpoint(checkpoint)
-        if self._in_warmup:
+        if self._warmup is not None:
             checkpoint["context"] = self.context
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
@@ -315,6 +321,7 @@ class MaskedLMTask(LanguageModelTask):
         others: see LanguageModelTask; what is compiled are the blocks and embeddings.
     """
 
+    model: BERT
     best_metric = ("val/accuracy", True)
 
     def check_model(self, model: BERT) -> None:
@@ -373,4 +380,5 @@ class MaskedLMTask(LanguageModelTask):
         return entries
 
     def derived(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"loss": sum(weight * means[name] for name, weight in self.loss_weights.items())}
+        first, *others = (weight * means[name] for name, weight in self.loss_weights.items())
+        return {"loss": sum(others, first)}

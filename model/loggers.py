@@ -5,6 +5,7 @@ import csv
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
@@ -26,7 +27,7 @@ class CsvLogger(Logger):
         save_dir: the run folder.
     """
 
-    def __init__(self, *, save_dir: str):
+    def __init__(self, *, save_dir: str) -> None:
         super().__init__()
         self.path = Path(save_dir) / "metrics.csv"
         self._rows: dict[int, dict] = {}  # logged and not yet in the file
@@ -36,11 +37,11 @@ class CsvLogger(Logger):
     version = property(lambda self: "")
 
     @rank_zero_only
-    def log_hyperparams(self, params=None, *args, **kwargs) -> None:
+    def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
         """The run folder's config.yaml already holds them."""
 
     @rank_zero_only
-    def log_metrics(self, metrics: dict, step: int | None = None) -> None:
+    def log_metrics(self, metrics: dict, step: int) -> None:
         unknown = sorted(set(metrics) - set(COLUMNS))
         if unknown:
             raise ValueError(f"metrics.csv has no column for {unknown}; add them to COLUMNS")
@@ -76,8 +77,9 @@ class CsvLogger(Logger):
             if self._last and self._last[0]["step"] in self._rows:
                 size = self._last[1]  # a row that was being written anew, which waits too
             self._last = None
-            with contextlib.suppress(OSError, TypeError):
-                os.truncate(self.path, size)
+            if size is not None:
+                with contextlib.suppress(OSError):
+                    os.truncate(self.path, size)
 
     def _write(self) -> None:
         if self._last is None and self.path.exists():
@@ -101,7 +103,9 @@ class CsvLogger(Logger):
         lines = self.path.read_bytes().splitlines(keepends=True)
         if len(lines) < 2:
             return
-        row = dict(zip(COLUMNS, next(csv.reader([lines[-1].decode()])), strict=True))
+        row: dict[str, Any] = dict(
+            zip(COLUMNS, next(csv.reader([lines[-1].decode()])), strict=True)
+        )
         row["step"] = int(row["step"])
         self._last = (row, self.path.stat().st_size - len(lines[-1]))
         if row["step"] in self._rows:
@@ -112,5 +116,5 @@ class CsvLogger(Logger):
         self.save()
 
 
-def _text(value) -> str:
+def _text(value: object) -> str:
     return f"{value:.9g}" if isinstance(value, float) else str(value)

@@ -6,7 +6,7 @@ pairs of documents. Shapes, initial values and heads follow the arena's code (Ta
 an image alone, and a head that classifies every pixel.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from model.attention import Attention, Packing, auto_attention
 from model.block_sparse import BlockSparseAttention, layer_attention
 from model.positions import Positions
-from model.transformer import Block
+from model.transformer import Block, check_sizes
 
 EMBEDDINGS = ("token", "pixel")
 POOLINGS = ("mean", "max", "cls")
@@ -85,7 +85,7 @@ class LongRangeClassifier(nn.Module):
     ) -> None:
         super().__init__()
         #: Constructor arguments but attention, as plain values.
-        self.config = {
+        self.config: dict[str, Any] = {
             "vocab_size": vocab_size,
             "num_classes": num_classes,
             "max_seqlen": max_seqlen,
@@ -204,6 +204,8 @@ class LongRangeClassifier(nn.Module):
         if packing is not None:
             if not self.foreground:
                 raise ValueError("a packed foreground needs a model with foreground=true")
+            if foreground is None:
+                raise ValueError("a packed foreground needs `foreground`, the places of its pixels")
             hidden = self._packed_hidden(input_ids, foreground, packing)
             pooled = self._pool_packed(hidden, packing)
         elif self.foreground:
@@ -294,7 +296,9 @@ class LongRangeClassifier(nn.Module):
         if self.image_size is None or self.foreground:
             return {}
         linear = [m for b in self.blocks for m in b.modules() if isinstance(m, nn.Linear)]
-        width = self.blocks[0].attention.out.in_features
+        block = self.blocks[0]
+        assert isinstance(block, Block)
+        width = block.attention.out.in_features
         attention = 12 * len(self.blocks) * width * seqlen
         return {"full": float(6 * sum(m.weight.numel() for m in linear) + attention)}
 
@@ -303,12 +307,8 @@ def _check(config: dict) -> None:
     """Raise ValueError for the first option of LongRangeClassifier that cannot be."""
     sizes = ["vocab_size", "num_classes", "max_seqlen", "depth", "dim", "nheads"]
     sizes += [n for n in ("image_size", "headdim", "mlp_dim") if config[n] is not None]
-    for name in sizes:
-        if not isinstance(config[name], int) or config[name] < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {config[name]!r}")
-    for name in ("embd_dropout", "resid_dropout", "attn_dropout"):
-        if not 0.0 <= config[name] < 1.0:
-            raise ValueError(f"{name} must be a number in [0, 1), got {config[name]!r}")
+    dropouts = ("embd_dropout", "resid_dropout", "attn_dropout")
+    check_sizes({n: config[n] for n in sizes}, {n: config[n] for n in dropouts})
     for name, choices in (("embedding", EMBEDDINGS), ("pooling", POOLINGS)):
         if config[name] not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {config[name]!r}")

@@ -8,6 +8,9 @@ At GPT-2's vocabulary the logits are the largest tensor of a training step: 65,5
 never holds more than one chunk of them.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -81,7 +84,7 @@ def linear_next_token_loss(
     return loss, (labels != IGNORE).sum()
 
 
-def _chunks(rows: Tensor, targets: Tensor, chunk_tokens: int):
+def _chunks(rows: Tensor, targets: Tensor, chunk_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(rows.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
 
 
@@ -89,7 +92,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Sum of the cross-entropy of rows (num_tokens, dim) @ weight.T, gradients made on the way."""
 
     @staticmethod
-    def forward(ctx, rows, weight, targets, vocab_size, chunk_tokens, dtype):
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        chunk_tokens: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
         matrix = weight.to(dtype)
         loss = torch.zeros((), device=rows.device)
         dweight = torch.zeros_like(weight)
@@ -117,6 +128,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx, dloss):
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         drows, dweight = ctx.saved_tensors
         return drows * dloss, dweight * dloss, None, None, None, None

@@ -55,7 +55,8 @@ def adamw(
 ) -> AdamW:
     """AdamW over param_groups(model); the defaults but lr are the paper's (GPT-2, appendix E)."""
     groups = param_groups(model, weight_decay)
-    return AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=fused)
+    beta1, beta2 = betas  # perhaps a list, from a configuration
+    return AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, fused=fused)
 
 
 def lamb(

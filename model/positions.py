@@ -34,6 +34,9 @@ class Positions(nn.Module):
             multiple of 4, wavelengths that are not positive and rising.
     """
 
+    table_fixed: Tensor
+    frequencies: Tensor
+
     def __init__(
         self,
         kind: str,
@@ -51,13 +54,13 @@ class Positions(nn.Module):
             raise ValueError(f"positions={kind} needs an image: give image_size")
         self.kind = kind
         self.seqlen = seqlen
-        self.width = width
+        self.width = seqlen if width is None else width
         self.wavelengths = tuple(wavelengths)
         if kind == "learned":
             self.table = nn.Embedding(seqlen, dim)
         elif kind == "learned_2d":
-            self.rows = nn.Embedding(seqlen // width, dim)
-            self.columns = nn.Embedding(width, dim)
+            self.rows = nn.Embedding(seqlen // self.width, dim)
+            self.columns = nn.Embedding(self.width, dim)
         elif kind == "sinusoidal":
             self.register_buffer("table_fixed", sinusoids(seqlen, dim), persistent=False)
         else:

@@ -8,6 +8,7 @@ norms, GELU, dropout and sums run twice.
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ _KEPT = {
 }
 
 
-def _policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     namespace, name = operator.name().split("::")
     name = name.split(".")[0]
     is_attention = namespace == "aten" and name.startswith("_scaled_dot_product")
@@ -43,20 +44,20 @@ class Recomputing(nn.Module):
     #: One of RECOMPUTE.
     recompute = "none"
 
-    def compute(self, *args, **kwargs) -> Tensor:
+    def compute(self, *args: Any, **kwargs: Any) -> Tensor:
         raise NotImplementedError
 
-    def forward(self, *args, **kwargs) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """As compute."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.compute(*args, **kwargs)
-        options = {}
+        options: dict[str, Any] = {}
         if self.recompute == "selective":
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
         return checkpoint(self.compute, *args, use_reentrant=False, **options, **kwargs)
 
 
-def set_recompute(model: nn.Module, how: str) -> None:
+def set_recompute(model: Any, how: str) -> None:
     """How the blocks of a model save memory in training.
 
     Raises:

@@ -73,11 +73,11 @@ def plan_run(
     taken = [folder for folder in _runs_of(name, Path(root)) if any(folder.iterdir())]
     if resume:
         for folder in reversed([Path(root) / name] if shared_name else taken):
-            path = newest_intact(folder / "checkpoints")
-            if path is not None:
-                if is_sharded(path):
-                    refuse_unsafe(path)
-                return Run(folder, _read_id(folder) or _new_id(name), path)
+            newest = newest_intact(folder / "checkpoints")
+            if newest is not None:
+                if is_sharded(newest):
+                    refuse_unsafe(newest)
+                return Run(folder, _read_id(folder) or _new_id(name), newest)
     folder = Path(root) / name
     if folder in taken and shared_name and any((folder / "checkpoints").glob("*.ckpt")):
         raise FileExistsError(

@@ -7,6 +7,8 @@ import time
 import warnings
 from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
@@ -26,7 +28,7 @@ from model.checkpoint import (
 from model.sharded import finish, link, remove
 
 # SIGUSR1 is what SLURM's --signal is often set to.
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
+EXIT_CODES: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
 # A launcher hands on what its processes got themselves: a second signal this soon is the first.
 _ECHO_S = 2.0
 
@@ -89,7 +91,9 @@ class Checkpoints(Checkpoint):
             manifest = read_manifest(self.folder)
             self._drop(manifest, [n for n in manifest if manifest[n]["step"] > self._saved_step])
 
-    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, task: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         step = trainer.global_step
         is_asked = trainer.world_size == 1 or step % self.ask_every_n_steps == 0
         stops = is_asked and self._is_told_to_stop(trainer)
@@ -100,7 +104,7 @@ class Checkpoints(Checkpoint):
         if stops:
             self._stop(step)
 
-    def on_validation_batch_end(self, trainer, task, *args) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, task: LightningModule, *args: Any) -> None:
         if trainer.state.fn == "fit" and not self._agreed and self._is_told_to_stop(trainer):
             self.save(trainer)  # the time that is left may be shorter than the validation
 
@@ -130,7 +134,7 @@ class Checkpoints(Checkpoint):
             for number in EXIT_CODES:
                 signal.signal(number, self._note)
 
-    def _note(self, number: int, frame) -> None:
+    def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self._signal:
             self._signal, self._signalled_at = number, now

@@ -39,7 +39,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         ("torch.serialization", "_get_layout"),
     }
 
-    def find_class(self, module: str, name: str):
+    def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._OTHERS:
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

@@ -7,7 +7,7 @@ unequal numbers of labels).
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -81,7 +81,7 @@ class TrainingTask(LightningModule):
         final_lr_fraction: float,
         grad_clip: float | None,
         seed: int,
-    ):
+    ) -> None:
         super().__init__()
         if max_steps < 1:
             raise ValueError(f"max_steps must be at least 1, got {max_steps}")
@@ -92,7 +92,7 @@ class TrainingTask(LightningModule):
         if grad_clip is not None and grad_clip <= 0.0:
             raise ValueError(f"grad_clip must be positive or null, got {grad_clip}")
         self.automatic_optimization = False
-        self.model = model
+        self.model: Any = model
         self.make_optimizer = optimizer
         self.max_steps = max_steps
         self.warmup_steps = round(warmup_fraction * max_steps)
@@ -323,7 +323,7 @@ class TrainingTask(LightningModule):
         return {name: summed[name] for name in values}
 
     @contextmanager
-    def _no_gradient_sync(self):
+    def _no_gradient_sync(self) -> Iterator[None]:
         """Gradients of all micro-batches but the last stay on this rank."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(False)

@@ -1,11 +1,24 @@
 """Parts of a transformer: embeddings, MLP, pre-norm block."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.attention import Attention, KVCache, Packing, SelfAttention, auto_attention
+from model.attention import Attention, Packing, auto_attention
 from model.recompute import Recomputing
+from model.self_attention import KVCache, SelfAttention
+
+
+def check_sizes(sizes: dict[str, Any], dropouts: dict[str, Any]) -> None:
+    """Raise ValueError for the first option of a model that is no size, or no probability."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
+    for name, dropout in dropouts.items():
+        if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
+            raise ValueError(f"{name} must be a number in [0, 1), got {dropout!r}")
 
 
 class Embeddings(nn.Module):

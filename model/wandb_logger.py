@@ -10,7 +10,9 @@ import ssl
 import urllib.error
 import urllib.request
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -54,7 +56,7 @@ class PatientWandbLogger(WandbLogger):
             files that were removed since.
     """
 
-    def __init__(self, *, experiment, save_dir: str = ".", checkpoints: str = "none"):
+    def __init__(self, *, experiment: Any, save_dir: str = ".", checkpoints: str = "none") -> None:
         if checkpoints not in CHECKPOINTS:
             raise ValueError(
                 f"W&B's checkpoints must be one of {', '.join(CHECKPOINTS)}, got {checkpoints!r}"
@@ -118,7 +120,7 @@ class PatientWandbLogger(WandbLogger):
         self._try(f"the picture {name}", log)
 
     @rank_zero_only
-    def log_hyperparams(self, params, *args, **kwargs) -> None:
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         self._try("the configuration", super().log_hyperparams, params)
 
     @rank_zero_only
@@ -167,7 +169,7 @@ class PatientWandbLogger(WandbLogger):
             self._try("the checkpoints", self._send_checkpoints)
         self._try("the end", lambda: self.experiment.finish(exit_code=int(status == "failed")))
 
-    def _try(self, what: str, log, *args) -> None:
+    def _try(self, what: str, log: Callable, *args: Any) -> None:
         try:
             log(*args)
         except Exception as error:  # any fault of the service: the CSV still has every row
@@ -216,7 +218,7 @@ def wandb_logger(
         return None
     import wandb
 
-    def start(wandb_mode: str | None):
+    def start(wandb_mode: Literal["online", "offline"] | None) -> Any:
         return wandb.init(
             dir=save_dir,
             id=run_id,
@@ -275,7 +277,7 @@ def _is_reachable(url: str, timeout_s: float = 10.0) -> bool:
     return True
 
 
-def _has_wandb_account(wandb) -> bool:
+def _has_wandb_account(wandb: Any) -> bool:
     """Whether a key is at hand, so that W&B will not stop and ask for one."""
     try:
         return wandb.login(prompt=False, verify=False)

@@ -1,6 +1,7 @@
 """What W&B shows beside charts: samples of a GPT's text and pictures of its block masks."""
 
 from lightning import Callback, LightningModule, Trainer
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from model.block_sparse import BlockSparseAttention
@@ -85,7 +86,7 @@ class WandbMedia(Callback):
             logger.log_rows("samples/text", _COLUMNS, self._rows, step, tokens)
 
 
-def pattern_pictures(model) -> dict[str, str]:
+def pattern_pictures(model: nn.Module) -> dict[str, str]:
     """name -> SVG of each pattern of a block-sparse model; empty for another attention."""
     for module in model.modules():
         layer = getattr(module, "attention", None)

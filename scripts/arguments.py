@@ -4,9 +4,12 @@ import dataclasses
 import sys
 import types
 import typing
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 _NONE = ("none", "null")
 _BOOLS = {"true": True, "false": False}
 
@@ -81,14 +84,3 @@ def _describe(fields: dict[str, dataclasses.Field], hints: dict[str, Any]) -> st
         default = "required" if required else f"default {str(field.default).lower() or 'empty'}"
         lines.append(f"  {name + '=' + _name(hints[name]):<32}{field.metadata['help']} ({default})")
     return "options:\n" + "\n".join(lines)
-
-
-def command_line(module: str, omit: str) -> str:
-    """The running command as a user would repeat it, without the option `omit` and its value (the
-    place of a record says nothing of what it holds)."""
-    kept = sys.argv[1:]
-    if omit in kept:
-        at = kept.index(omit)
-        kept = kept[:at] + kept[at + 2 :]
-    kept = [argument for argument in kept if not argument.startswith(f"{omit}=")]
-    return " ".join(["python", "-m", module, *kept])

@@ -11,13 +11,11 @@ FLOPs: forward 4 * batch * nheads * seqlen^2 * headdim, half of it causal, backw
 
 import argparse
 import dataclasses
-import datetime
 import importlib.util
 import itertools
-import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -27,10 +25,16 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 from flash_kernels import flash_attention, flash_attention_varlen
-from model.run import environment
-from scripts.arguments import command_line
 from scripts.attention_tables import plot, render
-from scripts.timing import DIRECTIONS, compile_ahead, compiled_flex, host_us, time_in_turns
+from scripts.records import make_record, write_record
+from scripts.timing import (
+    DIRECTIONS,
+    Made,
+    compile_ahead,
+    compiled_flex,
+    host_us,
+    time_in_turns,
+)
 
 OURS = ("flash_portable", "flash_hopper")
 SUITES = ("speed", "dropout", "packed", "paper", "host")
@@ -85,10 +89,8 @@ def jobs_of(suite: str, quick: bool) -> list[tuple[list[Case], list[str]]]:
     return jobs
 
 
-def make_forward(
-    impl: str, case: Case, seed: int
-) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
-    """(function that computes the output, its inputs that need gradients)."""
+def make_forward(impl: str, case: Case, seed: int) -> Made:
+    """What scripts.timing times."""
     generator = torch.Generator("cuda").manual_seed(seed)
     shape = (case.batch, case.seqlen, case.nheads, case.headdim)
     leaves = [
@@ -101,7 +103,7 @@ def make_forward(
     q, k, v = leaves
     if impl in OURS:
         kernel = impl.removeprefix("flash_")
-        options = dict(causal=case.causal, dropout_p=case.dropout_p, kernel=kernel)
+        options: dict[str, Any] = dict(causal=case.causal, dropout_p=case.dropout_p, kernel=kernel)
         if case.packed:
             steps = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda") * case.seqlen
             options.update(cu_seqlens_q=steps, cu_seqlens_k=steps)
@@ -130,10 +132,12 @@ def make_forward(
         "sdpa_math": SDPBackend.MATH,
     }[impl]
 
-    def sdpa():
+    q, k, v = heads_first
+
+    def sdpa() -> torch.Tensor:
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(
-                *heads_first, dropout_p=case.dropout_p, is_causal=case.causal
+                q, k, v, dropout_p=case.dropout_p, is_causal=case.causal
             )
 
     return sdpa, leaves
@@ -159,9 +163,9 @@ def measure(cases: list[Case], implementations: list[str]) -> list[dict]:
     return rows
 
 
-def kinds_to_compile(jobs: list[tuple[str, list[Case], list[str]]]) -> list[partial]:
+def kinds_to_compile(jobs: list[tuple[str, list[Case], list[str]]]) -> list[partial[Made]]:
     """One maker for each kernel that the jobs need, of the shortest sequence."""
-    kinds = {}
+    kinds: dict[tuple, partial[Made]] = {}
     for _, cases, implementations in jobs:
         compiled = set(implementations) - {"sdpa_flash2", "sdpa_cudnn", "sdpa_math"}
         for case, impl in itertools.product(cases, compiled):
@@ -196,17 +200,6 @@ def peak_gib(case: Case, impl: str) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def record_of(rows: list[dict], settings: dict) -> dict:
-    return dict(
-        name="benchmark_attention",
-        command=command_line("scripts.benchmark_attention", omit="--output"),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **environment(),
-        settings=dict(settings, cudnn=torch.backends.cudnn.version()),
-        rows=rows,
-    )  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -217,7 +210,6 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmark_attention needs a GPU, none is visible")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     kernels = [suite for suite in args.suites if suite != "host"]
     jobs = [(suite, *job) for suite in kernels for job in jobs_of(suite, args.quick)]
@@ -234,8 +226,9 @@ def main() -> None:
                 )
         rows += [dict(row, suite=suite) for row in measured]
         torch.cuda.empty_cache()
-        record = record_of(rows, dict(suites=args.suites, quick=args.quick))
-        args.output.write_text(json.dumps(record, indent=1))  # what is measured is kept
+        settings = dict(suites=args.suites, quick=args.quick, cudnn=torch.backends.cudnn.version())
+        record = make_record("benchmark_attention", rows, settings, omit="--output")
+        write_record(args.output, record)  # what is measured is kept
     console = Console(width=160)
     for path in plot(record, args.output.parent):
         console.print(f"plot {path}")

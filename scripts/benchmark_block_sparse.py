@@ -8,9 +8,7 @@ in proportion to the work.
 """
 
 import argparse
-import datetime
 import functools
-import json
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +18,8 @@ from rich.progress import track
 from rich.table import Table
 
 from flash_kernels import BlockMask, block_patterns, block_sparse_attention, flash_attention
-from model.run import environment
-from scripts.arguments import command_line
-from scripts.timing import DIRECTIONS, compile_ahead, compiled_flex, time_in_turns
+from scripts.records import make_record, write_record
+from scripts.timing import DIRECTIONS, Made, compile_ahead, compiled_flex, time_in_turns
 
 BLOCK = 128
 SHAPES = ((32, 64), (16, 128))  # heads, headdim
@@ -31,7 +28,7 @@ SHAPES = ((32, 64), (16, 128))  # heads, headdim
 @functools.cache
 def build_mask(seqlen: int, pattern: str, density: float | None) -> BlockMask:
     """The butterfly, or a mask with round(density * blocks) random blocks in each row."""
-    if pattern == "butterfly":
+    if density is None:
         return block_patterns.butterfly(seqlen, device="cuda")
     num_blocks = seqlen // BLOCK
     order = torch.rand(num_blocks, num_blocks, generator=torch.Generator().manual_seed(0))
@@ -46,7 +43,9 @@ def masks_of(seqlen: int) -> list[tuple[int, str, float | None]]:
     return [*masks, (seqlen, "butterfly", None)]
 
 
-def make(impl: str, mask_arguments: tuple, batch: int, nheads: int, headdim: int, seed: int):
+def make(
+    impl: str, mask_arguments: tuple, batch: int, nheads: int, headdim: int, seed: int
+) -> Made:
     mask, seqlen = build_mask(*mask_arguments), mask_arguments[0]
     generator = torch.Generator("cuda").manual_seed(seed)
     shape = (batch, seqlen, nheads, headdim)
@@ -75,7 +74,6 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmark_block_sparse needs a GPU, none is visible")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     cases = [
         (nheads, headdim, mask_arguments)
@@ -114,15 +112,9 @@ def main() -> None:
                         failure=failures.get(impl),
                     )
                 )  # fmt: skip
-        record = dict(
-            name="benchmark_block_sparse",
-            command=command_line("scripts.benchmark_block_sparse", omit="--output"),
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            **environment(),
-            settings=dict(block=BLOCK, seqlens=args.seqlens, tokens=args.tokens),
-            rows=rows,
-        )
-        args.output.write_text(json.dumps(record, indent=1))  # what is measured is kept
+        settings = dict(block=BLOCK, seqlens=args.seqlens, tokens=args.tokens)
+        record = make_record("benchmark_block_sparse", rows, settings, omit="--output")
+        write_record(args.output, record)  # what is measured is kept
     render(record, Console(width=150))
     print(f"record {args.output}")
 

@@ -9,14 +9,14 @@ half.
 
 import argparse
 import csv
-import datetime
-import json
 import multiprocessing
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -26,10 +26,10 @@ from rich.table import Table
 
 from model.callbacks import peak_flops
 from model.gpt import GPT
-from model.run import environment
-from scripts.arguments import command_line
 from scripts.compare_attention import speed
 from scripts.plan import SIZES
+from scripts.records import make_record, write_record
+from scripts.report_page import Block
 from scripts.report_page import Table as ReportTable
 from scripts.svg_plot import Plot
 from scripts.training_contestants import (
@@ -48,7 +48,7 @@ RATIOS = (("ours", "plain"), ("ours_dropout", "plain_dropout"), ("ours_dropout",
 _TRAINER_STEPS = 60
 
 
-def serve(pipe, name: str, setting: Setting, num_kernels: int = 0) -> None:
+def serve(pipe: Connection, name: str, setting: Setting, num_kernels: int = 0) -> None:
     """A contestant's process: build, say so with its slowest kernels, then time as many steps as it
     is asked for."""
     try:
@@ -76,7 +76,7 @@ def serve(pipe, name: str, setting: Setting, num_kernels: int = 0) -> None:
         pipe.send(seconds)
 
 
-def slowest_kernels(step, count: int) -> dict[str, float]:
+def slowest_kernels(step: Callable[[], object], count: int) -> dict[str, float]:
     """Name -> milliseconds a step, of the `count` that take the most, and "all" (operators, where
     there is no GPU). Three steps are profiled."""
     has_gpu = torch.cuda.is_available()
@@ -87,7 +87,7 @@ def slowest_kernels(step, count: int) -> dict[str, float]:
         _wait()
     field = "self_device_time_total" if has_gpu else "self_cpu_time_total"
     times = {event.key: getattr(event, field) / 3000 for event in profile.key_averages()}
-    slowest = sorted(times, key=times.get, reverse=True)[:count]
+    slowest = sorted(times, key=times.__getitem__, reverse=True)[:count]
     return {"all": sum(times.values()), **{name[:120]: times[name] for name in slowest}}
 
 
@@ -118,7 +118,7 @@ def race(
                 facts[name] = {"failure": f"its process ended with {process.exitcode}"}
             if facts[name]["failure"] is None:
                 pipes[name] = pipe
-        seconds = {name: [] for name in pipes}
+        seconds: dict[str, list[float]] = {name: [] for name in pipes}
         for turn in range(rounds if pipes else 0):
             first = turn % len(pipes)
             for name in [*pipes][first:] + [*pipes][:first]:
@@ -199,11 +199,11 @@ def speed_table(record: dict) -> tuple[list[str], list[list[str]]]:
     return header, lines
 
 
-def report_blocks(record: dict) -> list:
+def report_blocks(record: dict) -> list[Block]:
     """The table and, for each model, the rates over the context."""
     header, lines = speed_table(record)
     rows = [row for row in record["rows"] if row["tokens_per_s"]]
-    blocks = [ReportTable(header, lines, "An optimizer step of GPT-2, medians")]
+    blocks: list[Block] = [ReportTable(header, lines, "An optimizer step of GPT-2, medians")]
     for model in dict.fromkeys(row["model"] for row in rows):
         series = {
             TITLES[name]: sorted(
@@ -260,7 +260,6 @@ def main() -> None:
     args = arguments()
     if not torch.cuda.is_available():
         raise SystemExit("benchmark_training needs a GPU, none is visible")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for model in args.models:
         for seqlen in args.contexts:
@@ -269,15 +268,9 @@ def main() -> None:
             rows += race(setting, racers, args.rounds, args.steps, args.kernels)
             if TRAINER in args.contestants:
                 rows.append(run_trainer(setting))
-            record = {
-                "name": "benchmark_training",
-                "command": command_line("scripts.benchmark_training", omit="--output"),
-                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                **environment(),
-                "settings": {k: v for k, v in vars(args).items() if k != "output"},
-                "rows": rows,
-            }
-            args.output.write_text(json.dumps(record, indent=1) + "\n")  # what is measured is kept
+            settings = {k: v for k, v in vars(args).items() if k != "output"}
+            record = make_record("benchmark_training", rows, settings, omit="--output")
+            write_record(args.output, record)  # what is measured is kept
     render(record, Console(width=200))
     print(f"record {args.output}")
 

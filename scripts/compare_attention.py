@@ -12,16 +12,13 @@ has its GPU to itself, and its speed is measured; the others share the GPUs at t
 import argparse
 import csv
 import itertools
-import json
 import os
 import statistics
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
-from model.run import environment
-from scripts.arguments import command_line
+from scripts.records import make_record, write_record
 from scripts.trained_tables import loss_verdict
 
 ATTENTIONS = ("flash", "sdpa")
@@ -55,7 +52,9 @@ def name_of(experiment: str, attention: str, order: int) -> str:
     return f"{experiment}_{attention}" + (f"_order{order}" if order else "")
 
 
-def start(args, experiment: str, attention: str, order: int, device: int) -> subprocess.Popen:
+def start(
+    args: argparse.Namespace, experiment: str, attention: str, order: int, device: int
+) -> subprocess.Popen[bytes]:
     """One run in a process of its own."""
     run_name = name_of(experiment, attention, order)
     command = [
@@ -79,16 +78,16 @@ def start(args, experiment: str, attention: str, order: int, device: int) -> sub
     print(f"== {run_name}: {' '.join(command[1:])}", flush=True)
     # The numbers of torch, which are those within what the caller may see.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    device = visible[device] if visible[0] else str(device)
-    return subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": device})
+    chosen = visible[device] if visible[0] else str(device)
+    return subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": chosen})
 
 
-def finish(process: subprocess.Popen) -> None:
+def finish(process: subprocess.Popen[bytes]) -> None:
     if process.wait():
-        sys.exit(f"a run failed with exit status {process.returncode}: {process.args}")
+        sys.exit(f"a run failed with exit status {process.returncode}: {process.args!r}")
 
 
-def read_rows(args, name: str) -> list[dict]:
+def read_rows(args: argparse.Namespace, name: str) -> list[dict]:
     """metrics.csv of a run."""
     with (Path(args.runs_root) / name / "metrics.csv").open(newline="") as file:
         return list(csv.DictReader(file))
@@ -175,17 +174,9 @@ def main() -> None:
                     }
                 )
         curves.append(compare(experiment, runs))
-    record = {
-        "name": "compare_attention",
-        "command": command_line("scripts.compare_attention", omit="--out"),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **environment(),
-        "settings": {k: v for k, v in vars(args).items() if k not in ("out", "runs_root")},
-        "rows": rows,
-        "loss_curves": curves,
-    }
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+    settings = {k: v for k, v in vars(args).items() if k not in ("out", "runs_root")}
+    record = make_record("compare_attention", rows, settings, omit="--out", loss_curves=curves)
+    write_record(args.out, record)
     for row in rows:
         figures = " ".join(f"{k}={row[k]:.4g}" for k in row if isinstance(row[k], float))
         print(f"{row['model']} {row['run']}: {figures}")

@@ -15,12 +15,10 @@ import json
 import shutil
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from model.run import environment
-from scripts.arguments import command_line
+from scripts.records import make_record, write_record
 
 
 class Plan(NamedTuple):
@@ -168,17 +166,8 @@ def main() -> None:
 
 def write(args: argparse.Namespace, rows: list[dict]) -> None:
     keep = ("source", "tokens", "batch_tokens", "contexts", "warmup", "seeds", "overrides")
-    record = {
-        "name": "compare_contexts",
-        "command": command_line("scripts.compare_contexts", omit="--out"),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **environment(),
-        "settings": {key: vars(args)[key] for key in keep},
-        "rows": rows,
-    }
-    path = Path(args.out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    settings = {key: vars(args)[key] for key in keep}
+    write_record(args.out, make_record("compare_contexts", rows, settings, omit="--out"))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ folder or id, too).
 
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data.tokenizer import TOKENIZER_NAMES, load_tokenizer
 from data.wordpiece import BERT_UNCASED
@@ -21,7 +23,7 @@ from model.bert_files import export_bert, load_bert, save_bert
 from model.checkpoint import load_run
 from model.gpt import GPT
 from model.hf import export_gpt2, load_gpt2, save_weights
-from model.hf_files import find_model, read_config
+from model.hf_files import SavedTokenizer, find_model, read_config
 from scripts.arguments import fail, option, parse_arguments
 
 _TOKENIZER_FILES = (
@@ -77,13 +79,15 @@ def to_hf(options: ToHF) -> str:
     _refuse_existing(folder / "config.json", options.overwrite)
     model, _ = load_run(options.run, which=options.which, kinds=("GPT", "BERT"))
     tokenizer = _tokenizer_of(options.tokenizer, model)
-    export = export_bert if isinstance(model, BERT) else export_gpt2
-    export(model, folder, tokenizer=tokenizer)
+    if isinstance(model, BERT):
+        export_bert(model, folder, tokenizer=tokenizer)
+    else:
+        export_gpt2(model, folder, tokenizer=tokenizer)
     kind = read_config(folder)["architectures"][0]
     return f"{folder}: {kind} of {model.num_params():,} parameters, loads with from_pretrained"
 
 
-def _tokenizer_of(name: str | None, model: GPT | BERT):
+def _tokenizer_of(name: str | None, model: GPT | BERT) -> SavedTokenizer | None:
     """What writes the tokenizer's files, or None."""
     if name is None:
         return None
@@ -106,10 +110,13 @@ def from_hf(options: FromHF) -> str:
     path = Path(options.out)
     _refuse_existing(path, options.overwrite)
     folder = find_model(options.hf)
-    is_gpt = read_config(folder).get("model_type") == "gpt2"
-    load, save = (load_gpt2, save_weights) if is_gpt else (load_bert, save_bert)
-    model = load(folder, max_seqlen=options.max_seqlen)
-    save(model, path)
+    model: GPT | BERT
+    if read_config(folder).get("model_type") == "gpt2":
+        model = load_gpt2(folder, max_seqlen=options.max_seqlen)
+        save_weights(model, path)
+    else:
+        model = load_bert(folder, max_seqlen=options.max_seqlen)
+        save_bert(model, path)
     return f"{path}: {model.num_params():,} parameters; python train.py init_from={path}"
 
 
@@ -120,7 +127,10 @@ def _refuse_existing(path: Path, overwrite: bool) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    verbs = {"to_hf": (ToHF, to_hf), "from_hf": (FromHF, from_hf)}
+    verbs: dict[str, tuple[type, Callable[[Any], str]]] = {
+        "to_hf": (ToHF, to_hf),
+        "from_hf": (FromHF, from_hf),
+    }
     verb, *rest = arguments or ["--help"]
     if verb in ("-h", "--help", "help"):
         print(__doc__.strip() + "\n\nto_hf --help and from_hf --help list the options.")

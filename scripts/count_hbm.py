@@ -12,12 +12,13 @@ every number shown is computed, and the output says so.
 """
 
 import dataclasses
-import datetime
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,12 +26,12 @@ from rich.table import Table
 
 from flash_kernels import flash_attention
 from flash_kernels.portable.tile_choice import Tile, gpu_family, table_tile, use_tiles
-from model.run import environment
 from scripts import hbm_counts as counts
 from scripts import ncu_counters
-from scripts.arguments import command_line, fail, option, parse_arguments
+from scripts.arguments import fail, option, parse_arguments
 from scripts.hbm_counts import Traffic
 from scripts.paper_numbers import HBM_GB, verdict
+from scripts.records import make_record, write_record
 from scripts.reproduce import DROPOUT, HEADDIM, make
 
 SIZE = 2  # bytes of an fp16 element
@@ -115,7 +116,9 @@ def run_under_ncu(options: Options) -> None:
     """
     ready, failures = [], {}
     for name, tiles in cases(options).items():
-        shape = dict(batch=options.batch, nheads=options.nheads, causal=options.causal)
+        shape: dict[str, Any] = dict(
+            batch=options.batch, nheads=options.nheads, causal=options.causal
+        )
         function, leaves = make("pytorch", options.seqlen, options.dropout, False, 0, **shape)
         if tiles is not None:
             function = _flash(leaves, options)
@@ -141,10 +144,11 @@ def run_under_ncu(options: Options) -> None:
     Path(options.profile).write_text(json.dumps({"sections": sections, "failures": failures}))
 
 
-def _flash(leaves: list[torch.Tensor], options: Options):
+def _flash(leaves: list[torch.Tensor], options: Options) -> Callable[[], torch.Tensor]:
     dropout_p = DROPOUT if options.dropout else 0.0
-    settings = dict(causal=options.causal, dropout_p=dropout_p, kernel="portable")
-    return lambda: flash_attention(*leaves, **settings)
+    settings: dict[str, Any] = dict(causal=options.causal, dropout_p=dropout_p, kernel="portable")
+    q, k, v = leaves
+    return lambda: flash_attention(q, k, v, **settings)
 
 
 def measured(options: Options) -> tuple[dict[tuple[str, str], Traffic], dict[str, str], str]:
@@ -204,7 +208,9 @@ def table_rows(
 
 
 def _tile_sizes(tiles: dict[str, Tile] | None) -> dict[str, str] | None:
-    return tiles and {k: f"{tile.block_m}x{tile.block_n}" for k, tile in tiles.items()}
+    if tiles is None:
+        return None
+    return {k: f"{tile.block_m}x{tile.block_n}" for k, tile in tiles.items()}
 
 
 def show(options: Options, rows: list[dict], why_not: str, theorem: float | None) -> None:
@@ -257,20 +263,12 @@ def main(arguments: list[str]) -> None:
     rows = table_rows(options, sram_kib, traffic, failures)
     theorem = counts.theorem_2(options.seqlen, HEADDIM, SIZE, sram_kib * 1024)
     show(options, rows, why_not, theorem)
-    record = dict(
-        name="count_hbm",
-        command=command_line("scripts.count_hbm", omit="out"),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **environment(),
-        settings=dict(
-            batch=options.batch, nheads=options.nheads, headdim=HEADDIM, seqlen=options.seqlen,
-            causal=options.causal, dropout_p=DROPOUT * options.dropout, dtype="float16",
-            sram_kib=sram_kib, not_measured=why_not or None,
-        ),
-        rows=rows,
+    settings = dict(
+        batch=options.batch, nheads=options.nheads, headdim=HEADDIM, seqlen=options.seqlen,
+        causal=options.causal, dropout_p=DROPOUT * options.dropout, dtype="float16",
+        sram_kib=sram_kib, not_measured=why_not or None,
     )  # fmt: skip
-    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(options.out).write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options.out, make_record("count_hbm", rows, settings, omit="out"))
     print(f"record {options.out}")
 
 

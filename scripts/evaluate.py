@@ -14,7 +14,6 @@ of about 40 on LAMBADA. The record goes to outputs/evaluate/.
 """
 
 import dataclasses
-import json
 import math
 import re
 import sys
@@ -22,20 +21,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
 
-from data.completions import encode, read_hellaswag, read_lambada
+from data.completions import Completion, encode, read_hellaswag, read_lambada
 from model.classification_task import accuracy_interval
 from model.evaluation import extend_context, score_endings, text_losses
 from model.gpt import GPT
 from model.positions import EXTENSIONS
-from model.run import environment
-from scripts.arguments import command_line, fail, option, parse_arguments
+from scripts.arguments import fail, option, parse_arguments
 from scripts.held_out_text import (
     PerplexityOptions,
     Text,
@@ -45,6 +44,7 @@ from scripts.held_out_text import (
     open_wikitext,
 )
 from scripts.models import ModelOptions, open_model
+from scripts.records import make_record, write_record
 
 
 @dataclass
@@ -69,7 +69,7 @@ def wikitext(options: WikiTextOptions) -> tuple[list[dict], dict]:
 
 
 def _text_rows(
-    options: TextOptions, model: GPT, autocast, text: Text, skip: int
+    options: TextOptions, model: GPT, autocast: torch.autocast, text: Text, skip: int
 ) -> tuple[list[dict], dict]:
     if skip < 0:
         raise ValueError(f"skip must not be negative, got {skip}")
@@ -184,7 +184,9 @@ def hellaswag(options: TaskOptions) -> tuple[list[dict], dict]:
     return [row], {}
 
 
-def _scores(options: TaskOptions, read) -> tuple[list, list, float]:
+def _scores(
+    options: TaskOptions, read: Callable[[str], Iterator[Completion]]
+) -> tuple[list, list, float]:
     """Completions, the scores of their endings, and seconds."""
     model, tokenizer, autocast = open_model(options)
     completions = []
@@ -200,8 +202,8 @@ def _scores(options: TaskOptions, read) -> tuple[list, list, float]:
     with progress("endings", len(texts)) as advance, autocast:
         flat = score_endings(model, texts, batch_tokens=options.batch_tokens, on_texts=advance)
     seconds = time.perf_counter() - start
-    flat = iter(flat)
-    return completions, [[next(flat) for _ in endings] for endings in encoded], seconds
+    scores = iter(flat)
+    return completions, [[next(scores) for _ in endings] for endings in encoded], seconds
 
 
 @contextmanager
@@ -217,11 +219,11 @@ def progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
 
 def model_name(options: ModelOptions) -> str:
     """What a record calls the model: a name or hub id, never a path."""
-    name = options.run or options.hf
+    name = options.run or options.hf or ""
     return Path(name).name if Path(name).exists() else name
 
 
-VERBS = {
+VERBS: dict[str, tuple[type, Callable[[Any], tuple[list[dict], dict]]]] = {
     "perplexity": (PerplexityOptions, perplexity),
     "wikitext": (WikiTextOptions, wikitext),
     "lambada": (TaskOptions, lambada),
@@ -229,27 +231,17 @@ VERBS = {
 }
 
 
-def evaluate(verb: str, options: ModelOptions) -> dict:
+def evaluate(verb: str, options: TextOptions | TaskOptions) -> dict:
     """Measure, write the record, return it."""
     rows, facts = VERBS[verb][1](options)
     hidden = ("run", "hf", "source", "root", "out")
-    record = {
-        "name": f"evaluate_{verb}",
-        "command": command_line("scripts.evaluate", omit="out"),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **environment(),
-        "settings": {
-            **{k: v for k, v in dataclasses.asdict(options).items() if k not in hidden},
-            **facts,
-        },
-        "rows": rows,
-    }
+    settings = {k: v for k, v in dataclasses.asdict(options).items() if k not in hidden} | facts
+    record = make_record("evaluate", rows, settings, omit="out", name=f"evaluate_{verb}")
     if options.out is not None:
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", model_name(options))
         auto = Path("outputs/evaluate") / f"{verb}-{slug}.json"
         path = auto if options.out == "auto" else Path(options.out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(path, record)
         print(f"record: {path}")
     return record
 

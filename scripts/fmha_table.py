@@ -30,8 +30,8 @@ def table_rows(measured: list[dict], gpu: str) -> list[dict]:
         Rows with `paper_ratio` = FMHA / it in the paper, `here_ratio` = the paper's FMHA at the
         speed of this GPU / it here, None where the GPU's peak is not known.
     """
-    peak = peak_flops(gpu)
-    faster = peak / peak_flops(_PAPER_GPU) if peak else None
+    peak, peak_of_paper = peak_flops(gpu), peak_flops(_PAPER_GPU)
+    faster = peak / peak_of_paper if peak and peak_of_paper else None
     rows = []
     for row in measured:
         at = FMHA_SEQLENS.index(row["seqlen"])

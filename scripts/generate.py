@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from data.tokenizer import AnyTokenizer
 from model.generation import generate
 from scripts.arguments import fail, option, parse_arguments
 from scripts.models import ModelOptions, open_model
@@ -55,7 +56,7 @@ def sample(options: Options) -> list[str]:
     return [_text(tokenizer, row, len(ids), options) for row in out]
 
 
-def _text(tokenizer, row: list[int], prompt_len: int, options: Options) -> str:
+def _text(tokenizer: AnyTokenizer, row: list[int], prompt_len: int, options: Options) -> str:
     """Prompt as given, then what the model wrote, up to its end-of-text token."""
     new = row[prompt_len:]
     if options.stop and tokenizer.eot in new:

@@ -16,7 +16,7 @@ class Traffic(NamedTuple):
     read: float
     written: float
 
-    def __add__(self, other):
+    def __add__(self, other: "Traffic") -> "Traffic":  # type: ignore[override]  # not a tuple's
         return Traffic(self.read + other.read, self.written + other.written)
 
     def times(self, number: float) -> "Traffic":

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
@@ -9,7 +10,7 @@ from omegaconf import OmegaConf
 from data.prepare import prepare, store_folder
 from data.sources import open_source
 from data.token_store import TokenStore, is_finished
-from data.tokenizer import Tokenizer
+from data.tokenizer import AnyTokenizer
 from data.wikitext import read_wikitext
 from model.checkpoint import find_checkpoint
 from scripts.arguments import option
@@ -83,9 +84,9 @@ class Text:
     facts: dict
 
 
-def open_text(options: PerplexityOptions, tokenizer: Tokenizer) -> Text:
+def open_text(options: PerplexityOptions, tokenizer: AnyTokenizer) -> Text:
     """The held-out documents that the options name; prepares their store if it is missing."""
-    settings = {
+    settings: dict[str, Any] = {
         "source": options.source,
         "text_field": options.text_field,
         "source_config": options.source_config,
@@ -107,7 +108,7 @@ def open_text(options: PerplexityOptions, tokenizer: Tokenizer) -> Text:
         opened = open_source(
             source, text_field=settings["text_field"], config=settings["source_config"]
         )
-        plan = {"tokenizer": tokenizer, "val_fraction": fraction}
+        plan: dict[str, Any] = {"tokenizer": tokenizer, "val_fraction": fraction}
         store = prepare(opened, store_folder(settings["root"], opened, **plan), **plan)
     name = "val" if store.val.num_tokens else "train"
     if trained_on and source == trained_on["source"] and name == "train":
@@ -137,12 +138,13 @@ def open_text(options: PerplexityOptions, tokenizer: Tokenizer) -> Text:
 def data_of_run(run: str) -> dict:
     """Source and split of what a run trained on, from its config.yaml; empty if it has none."""
     path = find_checkpoint(run).resolve().parent.parent / "config.yaml"
-    data = OmegaConf.load(path).get("data", {}) if path.is_file() else {}
+    config: Any = OmegaConf.load(path) if path.is_file() else {}
+    data = config.get("data", {})
     names = ("source", "val_fraction", "text_field", "source_config", "root")
     return {name: data[name] for name in names if name in data} if "source" in data else {}
 
 
-def open_wikitext(options: WikiTextOptions, tokenizer: Tokenizer) -> Text:
+def open_wikitext(options: WikiTextOptions, tokenizer: AnyTokenizer) -> Text:
     """WikiText as running text; words are those of the released files."""
     articles = read_wikitext(options.source, config=options.source_config, split=options.split)
     texts = [article.text for article in articles]
@@ -157,6 +159,6 @@ def open_wikitext(options: WikiTextOptions, tokenizer: Tokenizer) -> Text:
     )
 
 
-def _after_eot(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+def _after_eot(tokenizer: AnyTokenizer, ids: np.ndarray) -> np.ndarray:
     """So that the first token, too, is predicted from something."""
     return np.concatenate([[tokenizer.eot], ids])

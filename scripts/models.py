@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import AnyTokenizer, load_tokenizer
 from model.attention import auto_attention, sdpa_attention
 from model.checkpoint import load_run
 from model.gpt import GPT
@@ -25,7 +25,7 @@ class ModelOptions:
     tokenizer: str = option("tokenizer that the model was trained with", default="gpt2")
 
 
-def open_model(options: ModelOptions) -> tuple[GPT, Tokenizer, torch.autocast]:
+def open_model(options: ModelOptions) -> tuple[GPT, AnyTokenizer, torch.autocast]:
     """The model in eval mode on its device, the tokenizer, and what to compute under.
 
     Raises:
@@ -50,8 +50,10 @@ def open_model(options: ModelOptions) -> tuple[GPT, Tokenizer, torch.autocast]:
         raise ValueError(f"device={device} needs a GPU, there is none; use device=cpu")
     tokenizer = load_tokenizer(options.tokenizer)
     attention = ATTENTIONS[options.attention]
-    if options.run is not None:
+    if options.hf is None:
+        assert options.run is not None
         model, _ = load_run(options.run, which=options.which, device=device, attention=attention)
+        assert isinstance(model, GPT)
     else:
         model = load_gpt2(options.hf, attention=attention).to(device).eval()
     if model.vocab_size != tokenizer.vocab_size:

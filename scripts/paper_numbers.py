@@ -1,11 +1,11 @@
 """Numbers printed in the FlashAttention paper (arXiv 2205.14135v2), as far as scripts/reproduce.py
 measures them again."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SEQLENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 _WITHIN = 0.1  # a ratio this close to the paper's counts as reproduced
-_ = None  # out of memory, or not printed
+_: Any = None  # out of memory, or not printed
 
 # Tables 9 to 20: milliseconds on an A100 40 GB, batch 16, 8 heads of 64, fp16.
 # (dropout, key padding) -> direction -> implementation -> one number a length.

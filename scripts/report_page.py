@@ -18,12 +18,15 @@ class Table:
     caption: str = ""
 
 
+Block = str | Table | Plot
+
+
 @dataclass(frozen=True)
 class Section:
     """A heading, then text, tables and plots in order; `facts` (name -> text) stand at the end."""
 
     title: str
-    blocks: list[str | Table | Plot]
+    blocks: list[Block]
     facts: dict[str, str] = field(default_factory=dict)
 
 

@@ -1,6 +1,7 @@
 """What a report says of each kind of record under scripts/results/: text, tables, plots."""
 
 from collections import defaultdict
+from typing import Any
 
 from scripts.attention_tables import IMPLEMENTATION_NAMES, speed_table
 from scripts.benchmark_training import report_blocks
@@ -13,7 +14,7 @@ from scripts.paper_numbers import (
     TRAINING,
     verdict,
 )
-from scripts.report_page import Section, Table
+from scripts.report_page import Block, Section, Table
 from scripts.svg_plot import Plot
 from scripts.trained_tables import PAPER_TOKENS, loss_verdict, results
 
@@ -37,7 +38,7 @@ def section_of(record: dict) -> Section:
 
 def trained_section(records: list[dict]) -> Section:
     """Tables 1 to 6, row by row."""
-    blocks = []
+    blocks: list[Block] = []
     for name in TRAINING:
         cells = []
         for row, here, word in results(name, records):
@@ -65,12 +66,12 @@ def facts_of(record: dict) -> dict[str, str]:
     return facts
 
 
-def attention_blocks(record: dict) -> list:
+def attention_blocks(record: dict) -> list[Block]:
     """Speed against rivals, the paper's own benchmark with its numbers, the other suites."""
     suites = defaultdict(list)
     for row in record["rows"]:
         suites[row["suite"]].append(row)
-    blocks = []
+    blocks: list[Block] = []
     for suite, rows in suites.items():
         if suite == "speed":
             header, cells = speed_table(record)
@@ -97,16 +98,16 @@ def _speed_plots(rows: list[dict]) -> list[Plot]:
             if same and row["tflops"] and row["impl"] in IMPLEMENTATION_NAMES:
                 lines[IMPLEMENTATION_NAMES[row["impl"]]].append((row["seqlen"], row["tflops"]))
         title = f"{direction}, headdim {headdim}, {'causal' if causal else 'full'}"
-        lines = {name: sorted(line) for name, line in lines.items()}
-        if lines:
-            plots.append(Plot(title, "tokens", "TFLOP/s", lines, colours=_COLOURS))
+        ordered = {name: sorted(line) for name, line in lines.items()}
+        if ordered:
+            plots.append(Plot(title, "tokens", "TFLOP/s", ordered, colours=_COLOURS))
     return plots
 
 
 def _suite_table(suite: str, rows: list[dict]) -> Table:
     """forward / backward TFLOP/s, a case a row."""
     names = list(dict.fromkeys(row["impl"] for row in rows))
-    cells = defaultdict(dict)
+    cells: dict[str, dict] = defaultdict(dict)
     for row in rows:
         case = f"headdim {row['headdim']}, {'causal' if row['causal'] else 'full'}, "
         case += f"{row['seqlen']:,}" + ", packed" * row["packed"] + ", padded" * row["padded"]
@@ -120,9 +121,9 @@ def _suite_table(suite: str, rows: list[dict]) -> Table:
     return Table(header, table, f"Suite {suite}")
 
 
-def _paper_suite(rows: list[dict]) -> list:
+def _paper_suite(rows: list[dict]) -> list[Block]:
     """Tables 9 to 21 as far as the suite measures them: ours beside the paper's, and ratios."""
-    blocks = [
+    blocks: list[Block] = [
         "The paper's benchmark (appendix E.6: batch 16, 8 heads of 64, fp16) was run on an A100 of "
         "40 GB. Machines differ, so a verdict compares ratios: PyTorch's unfused attention over "
         "ours, here and in the paper."
@@ -138,7 +139,7 @@ def _paper_suite(rows: list[dict]) -> list:
             blocks.append(
                 _beside(name, direction, options, here, RUNTIME_MS[options][direction], "ms")
             )
-            lines = defaultdict(list)
+            lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
             for seqlen, found in here.items():
                 for impl, ms in found.items():
                     lines[f"{_TITLES[impl]}, here"].append((seqlen, ms))
@@ -154,7 +155,7 @@ def _paper_suite(rows: list[dict]) -> list:
 
 
 def _by_seqlen(rows: list[dict], key: str, factor: float = 1.0) -> dict[int, dict[str, float]]:
-    found = defaultdict(dict)
+    found: dict[int, dict[str, float]] = defaultdict(dict)
     for row in rows:
         if row["impl"] in _PAPER_NAMES and row[key]:
             impl, value = _PAPER_NAMES[row["impl"]], row[key] * factor
@@ -182,7 +183,7 @@ def _beside(name: str, what: str, options: tuple, here: dict, paper: dict, unit:
     return Table(header, rows, f"{_table_name(name)}: {what}, {OPTION_NAMES[options]}")
 
 
-def reproduced_blocks(record: dict) -> list:
+def reproduced_blocks(record: dict) -> list[Block]:
     """A table that scripts.reproduce measured, a verdict a row."""
     name = record["name"].removeprefix("reproduce_")
     rows = record["rows"]
@@ -212,9 +213,10 @@ def _title(row: dict) -> str:
     return _TITLES[row["impl"]] + (f", {row['direction']}" if "direction" in row else "")
 
 
-def block_sparse_blocks(record: dict) -> list:
+def block_sparse_blocks(record: dict) -> list[Block]:
     """Time against the density of the mask."""
-    cells, plots = [], defaultdict(lambda: defaultdict(list))
+    cells = []
+    plots: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
     for row in record["rows"]:
         if row.get("ms") is None or not row.get("density"):
             continue
@@ -235,7 +237,7 @@ def block_sparse_blocks(record: dict) -> list:
     return [*lines, Table(header, cells, "1 x proportional: time falls as the work does")]
 
 
-def training_blocks(record: dict) -> list:
+def training_blocks(record: dict) -> list[Block]:
     """Speed of training runs, and the days that the paper's number of tokens would take."""
     days = {
         "gpt2_" + row.name[:2].lower(): row.paper["days"]
@@ -261,12 +263,12 @@ def training_blocks(record: dict) -> list:
     header = ["run", "tokens/s", "MFU full / causal", "peak GiB", "first loss", "last loss"]
     header += ["GPU-days of the paper's run, at this rate", "A100-days, paper"]
     caption = "Training; the paper's run is 400,000 steps of 524,288 tokens (tables 2 and 4)"
-    blocks = [Table(header, cells, caption)]
+    blocks: list[Block] = [Table(header, cells, caption)]
     blocks += [loss_verdict(curve) for curve in record.get("loss_curves", [])]
     return blocks
 
 
-def accuracy_blocks(record: dict) -> list:
+def accuracy_blocks(record: dict) -> list[Block]:
     """Accuracies with their interval, beside tables 3 and 6."""
     paper = {
         row.name: row.paper.get("accuracy, %") for t in ("table3", "table6") for row in TRAINING[t]
@@ -292,14 +294,15 @@ def accuracy_blocks(record: dict) -> list:
     return [Table(header, cells, "Accuracy, its 95 % interval, and what a shortcut reaches")]
 
 
-def perplexity_blocks(record: dict) -> list:
+def perplexity_blocks(record: dict) -> list[Block]:
     """Perplexity against context, beside table 4."""
     paper = {
         int(row.name[0]) * 1024: row.paper["perplexity"]
         for row in TRAINING["table4"]
         if "perplexity" in row.paper
     }
-    cells, lines = [], defaultdict(lambda: defaultdict(list))
+    cells = []
+    lines: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in record["rows"]:
         schedule = row.get("schedule") or "throughout"
         kind = "throughout" if schedule in ("throughout", str(row["seqlen"])) else "warm-up"
@@ -310,7 +313,7 @@ def perplexity_blocks(record: dict) -> list:
              f"{row['tokens']:,}", f"{row['val_ppl']:.2f}", f"{same:.2f}",
              _number(paper.get(row["seqlen"])), _number(row.get("seconds"))]
         )  # fmt: skip
-    means = {
+    means: dict[str, list[tuple[float, float]]] = {
         kind: sorted((seqlen, sum(v) / len(v)) for seqlen, v in found.items())
         for kind, found in lines.items()
     }
@@ -326,7 +329,7 @@ def perplexity_blocks(record: dict) -> list:
 
 def _perplexity_curves(rows: list[dict]) -> list[Plot]:
     """Of the first seed of each schedule, without the first quarter, which would flatten all."""
-    curves = {}
+    curves: dict[str, list] = {}
     for row in rows:
         curve = row.get("curve") or []
         name = f"{row['seqlen']:,}" + " warm-up" * (
@@ -348,7 +351,7 @@ def _perplexity_curves(rows: list[dict]) -> list[Plot]:
     ]
 
 
-def plain_blocks(record: dict) -> list:
+def plain_blocks(record: dict) -> list[Block]:
     """Every field of every row."""
     columns = list(dict.fromkeys(key for row in record["rows"] for key in row))
     cells = [[_plain(row.get(column)) for column in columns] for row in record["rows"]]
@@ -383,7 +386,7 @@ def _pair(forward: float | None, backward: float | None) -> str:
     return " / ".join("-" if v is None else f"{v:.0f}" for v in (forward, backward))
 
 
-def _plain(value) -> str:
+def _plain(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(_plain, value)) or "none"
     if isinstance(value, bool) or value is None:

@@ -15,10 +15,10 @@ scripts/results and outputs hold of them, and the commands that train them.
 """
 
 import argparse
-import datetime
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -30,7 +30,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from flash_kernels import BlockMask, block_sparse_attention, flash_attention
 from model.run import environment
 from scripts import fmha_table
-from scripts.arguments import command_line
 from scripts.paper_numbers import (
     FIGURES,
     FMHA_SEQLENS,
@@ -41,7 +40,8 @@ from scripts.paper_numbers import (
     TRAINING,
     verdict,
 )
-from scripts.timing import time_in_turns
+from scripts.records import make_record, write_record
+from scripts.timing import Made, time_in_turns
 from scripts.trained_tables import results
 
 BATCH, NHEADS, HEADDIM, DROPOUT, PADDING = 16, 8, 64, 0.1, 20
@@ -72,7 +72,7 @@ def make(
     batch: int = BATCH,
     nheads: int = NHEADS,
     causal: bool = False,
-):
+) -> Made:
     """(function that computes the output, q, k and v): what scripts.timing times."""
     generator = torch.Generator("cuda").manual_seed(seed)
     shape = (batch, seqlen, nheads, HEADDIM)
@@ -85,35 +85,38 @@ def make(
         lengths = torch.randint(
             seqlen - PADDING, seqlen + 1, (batch,), generator=generator, device="cuda"
         )
-    options = dict(lengths_k=lengths, dropout_p=dropout_p, causal=causal)
+    options: dict[str, Any] = dict(lengths_k=lengths, dropout_p=dropout_p, causal=causal)
     if impl == "flash":
         return (lambda: flash_attention(q, k, v, **options)), leaves
     if impl == "block_sparse":
         mask = paper_mask(seqlen)
         return (lambda: block_sparse_attention(q, k, v, mask, **options)), leaves
     keep = None
-    if is_padded:
+    if lengths is not None:
         keep = (torch.arange(seqlen, device="cuda") < lengths[:, None])[:, None, None, :]
-    heads_first = [t.transpose(1, 2) for t in leaves]
+    q, k, v = (t.transpose(1, 2) for t in leaves)
 
-    def unfused():
+    def unfused() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.MATH):
             return scaled_dot_product_attention(
-                *heads_first, attn_mask=keep, dropout_p=dropout_p, is_causal=causal
+                q, k, v, attn_mask=keep, dropout_p=dropout_p, is_causal=causal
             )
 
     return unfused, leaves
 
 
 def measure_runtime(
-    seqlen: int, options: tuple[bool, bool], implementations=IMPLEMENTATIONS, **shape
+    seqlen: int,
+    options: tuple[bool, bool],
+    implementations: tuple[str, ...] = IMPLEMENTATIONS,
+    **shape: Any,
 ) -> dict:
     """Milliseconds of each implementation: forward, backward, both."""
     names = [i for i in implementations if i != "pytorch" or seqlen <= _LONGEST_UNFUSED]
     times, failures = time_in_turns(
         {name: partial(make, name, seqlen, *options, **shape) for name in names}
     )
-    row = {"seqlen": seqlen, "failures": failures}
+    row: dict[str, Any] = {"seqlen": seqlen, "failures": failures}
     for name in implementations:
         forward, backward = (times.get((name, d)) for d in ("forward", "backward"))
         both = None if forward is None or backward is None else forward + backward
@@ -124,7 +127,7 @@ def measure_runtime(
 
 def measure_memory(seqlen: int) -> dict:
     """Peak MB (10^6 bytes) of a forward and backward, inputs and gradients included."""
-    row = {"seqlen": seqlen, "failures": {}}
+    row: dict[str, Any] = {"seqlen": seqlen, "failures": {}}
     for name in IMPLEMENTATIONS:
         row[name] = None
         if name == "pytorch" and seqlen > _LONGEST_UNFUSED:
@@ -147,11 +150,16 @@ def measure_memory(seqlen: int) -> dict:
 def show(name: str, rows: list[dict], console: Console) -> list[dict]:
     """Print the table; the verdicts as rows for the record."""
     is_memory = name == "table21"
-    options, direction = RUNTIME_TABLES.get(name) or (None, FIGURES.get(name, ("",))[0])
+    direction = ""
+    paper: dict[str, Any]
     if name in FIGURES:
-        paper = {i: dict.fromkeys(range(len(SEQLENS)), t) for i, t in FIGURES[name][1].items()}
+        direction, times, _ = FIGURES[name]
+        paper = {i: dict.fromkeys(range(len(SEQLENS)), t) for i, t in times.items()}
+    elif is_memory:
+        paper = MEMORY_MB
     else:
-        paper = MEMORY_MB if is_memory else RUNTIME_MS[options][direction]
+        options, direction = RUNTIME_TABLES[name]
+        paper = RUNTIME_MS[options][direction]
     unit = "MB" if is_memory else "ms"
     table = Table(
         "tokens", "", f"paper, {unit}", f"here, {unit}", "PyTorch / it: paper", "here", ""
@@ -221,13 +229,12 @@ def main() -> None:
 
 def measure(name: str, output: Path, is_quick: bool, console: Console) -> None:
     """Measure a table or figure, or what is missing of it, write the record and show it."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     seqlens = [n for n in SEQLENS if n <= 2048 or not is_quick]
     settings = dict(batch=BATCH, nheads=NHEADS, headdim=HEADDIM, dtype="float16")
     if name in FIGURES:
         seqlens, settings = [GPT2_SEQLEN], {**settings, **GPT2_SHAPE}
     if name == "table7":
-        seqlens, settings = FMHA_SEQLENS, {**settings, **fmha_table.SHAPE}
+        seqlens, settings = list(FMHA_SEQLENS), {**settings, **fmha_table.SHAPE}
     where = environment()
     rows = []
     if output.exists():
@@ -247,16 +254,11 @@ def measure(name: str, output: Path, is_quick: bool, console: Console) -> None:
             )
         else:
             rows.append(measure_runtime(seqlen, RUNTIME_TABLES[name][0]))
-        record = dict(
-            name=f"reproduce_{name}",
-            command=command_line("scripts.reproduce", omit="--output"),
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            **where,
-            settings=settings,
+        record = make_record(
+            "reproduce", [], settings, omit="--output", name=f"reproduce_{name}", where=where,
             measured=rows,
-            rows=[],
-        )
-        output.write_text(json.dumps(record, indent=1))
+        )  # fmt: skip
+        write_record(output, record)
     rows.sort(key=lambda row: row["seqlen"])
     if name == "table7":
         verdicts = fmha_table.table_rows(rows, where["hardware"]["gpus"][0])
@@ -264,7 +266,7 @@ def measure(name: str, output: Path, is_quick: bool, console: Console) -> None:
     else:
         verdicts = show(name, rows, console)
     record = json.loads(output.read_text())
-    output.write_text(json.dumps({**record, "rows": verdicts}, indent=1))
+    write_record(output, {**record, "rows": verdicts})
     print(f"record {output}")
 
 

@@ -11,7 +11,6 @@ step and exactly unless --tolerance says otherwise, its memory is flat and its s
 
 import argparse
 import csv
-import json
 import os
 import random
 import shutil
@@ -20,11 +19,9 @@ import statistics
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
-from model.run import environment
-from scripts.arguments import command_line
+from scripts.records import make_record, write_record
 
 _LOSSES = ("train/loss", "train/grad_norm", "val/loss")
 # What a run ends with if it was told to: SIGTERM is -15 where training had not begun.
@@ -68,7 +65,7 @@ def disturb(command: list[str], kills: int, within: float, seed: int) -> list[di
         RuntimeError: it ended with an error of its own.
     """
     draw = random.Random(seed)
-    starts = []
+    starts: list[dict] = []
     while not starts or starts[-1]["status"] != 0:
         number = (signal.SIGKILL, signal.SIGTERM)[len(starts) % 2]
         kill_at = draw.uniform(0.0, within) if len(starts) < kills else None
@@ -140,19 +137,10 @@ def main() -> None:
         starts = disturb(killed, args.kills, args.within, args.seed)
     except RuntimeError as error:
         sys.exit(f"error: {error}")
-    rows = [read_rows(Path(args.runs_root) / name) for name in ("undisturbed", "killed")]
-    result = compare(*rows, args.tolerance)
-    record = {
-        "name": "soak",
-        "command": command_line("scripts.soak", omit="--out"),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **environment(),
-        "settings": {key: value for key, value in vars(args).items() if key != "out"},
-        "starts": starts,
-        "rows": [result],
-    }
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+    whole, cut = (read_rows(Path(args.runs_root) / name) for name in ("undisturbed", "killed"))
+    result = compare(whole, cut, args.tolerance)
+    settings = {key: value for key, value in vars(args).items() if key != "out"}
+    write_record(args.out, make_record("soak", [result], settings, omit="--out", starts=starts))
     for name, value in result.items():
         print(f"{name:14} {value}")
     growth = result["memory_growth"] or 0.0

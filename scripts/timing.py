@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch._dynamo
@@ -23,14 +24,16 @@ _LONG_MS = 100.0  # calls above this vary little: few repeats
 _MOST_PROCESSES = 14
 _HOLD_CYCLES = 6_000_000  # about 3 ms on an H200: longer than the host needs to queue a turn
 
-# seed -> (function that computes the output, its inputs that need gradients)
-Maker = Callable[[int], tuple[Callable[[], Tensor], list[Tensor]]]
+# Function that computes the output, its inputs that need gradients.
+Made = tuple[Callable[[], Tensor], list[Tensor]]
+Maker = Callable[[int], Made]  # of a seed
+K = TypeVar("K", bound=Hashable)  # what an implementation is called by
 
 
 class Contender:
     """One implementation: two sets of inputs, and what to run in each direction."""
 
-    def __init__(self, make: Maker):
+    def __init__(self, make: Maker) -> None:
         self.sets = []
         for seed in range(2):
             function, leaves = make(seed)
@@ -54,7 +57,7 @@ def compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def compile_ahead(makers: list[Maker]) -> None:
+def compile_ahead(makers: Sequence[Maker]) -> None:
     """Run each maker's two directions once, in as many processes as there are cores, so that the
     caches on disk hold what the compilers make. What fails here is reported when it is timed.
 
@@ -79,8 +82,8 @@ def _run_once(make: Maker) -> None:
 
 
 def time_in_turns(
-    makers: dict[str, Maker],
-) -> tuple[dict[tuple[str, str], float], dict[str, str]]:
+    makers: Mapping[K, Maker],
+) -> tuple[dict[tuple[K, str], float], dict[K, str]]:
     """({(name, direction): median milliseconds}, {name: why it cannot run}).
 
     The GPU is kept busy until a turn is queued, so that what is timed is kernels, not the host.
@@ -96,7 +99,7 @@ def time_in_turns(
             failures[name] = (str(error).splitlines() or [type(error).__name__])[0][:120]
     medians = {}
     for direction in DIRECTIONS if contenders else ():
-        events = {name: [] for name in contenders}
+        events: dict[K, list[tuple]] = {name: [] for name in contenders}
         repeats, is_short, turn = 8, True, 0
         while turn < repeats:
             if is_short:

@@ -50,6 +50,8 @@ def _accuracy(row: PaperRow, measured: list[dict]) -> tuple[str, str] | None:
 
 def _speed(row: PaperRow, measured: list[dict]) -> tuple[str, str] | None:
     """Days of the paper's run on 8 of the GPU at hand, at the rate of our fastest run."""
+    if row.command is None:
+        return None
     experiment = row.command.split("experiment=")[1].split()[0]
     runs = [
         r

@@ -138,7 +138,7 @@ class Racer:
         """The mean loss before the step, a scalar that nobody has waited for."""
         batch = self.batches[self.num_steps % len(self.batches)]
         self.num_steps += 1
-        total = 0.0
+        total: Tensor | float = 0.0
         for tokens in batch.split(self.micro_batch):
             with torch.autocast("cuda", torch.bfloat16, enabled=batch.is_cuda):
                 loss = self.loss(tokens[:, :-1], tokens[:, 1:]) / self.num_tokens
@@ -147,6 +147,7 @@ class Racer:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        assert isinstance(total, Tensor)
         return total
 
 
@@ -157,6 +158,7 @@ def build_racer(name: str, setting: Setting) -> Racer:
         torch.OutOfMemoryError: it holds not even one sequence.
     """
     micro_batch = setting.tokens // setting.seqlen
+    racer: Racer | None
     while True:
         try:
             racer = Racer(name, setting, micro_batch)

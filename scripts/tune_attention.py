@@ -64,7 +64,16 @@ _MATMULS = {"forward": 2, "dk_dv": 4, "dq": 3}
 _SEED = 2**45 + 3
 
 
-def make_problem(batch, seqlen_q, seqlen_k, headdim, causal, dropout_p, dtype, seed=0) -> Problem:
+def make_problem(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    headdim: int,
+    causal: bool,
+    dropout_p: float,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> Problem:
     q, k, v = testing.make_qkv(
         batch, seqlen_q, seqlen_k, 2048 // headdim, headdim, dtype=dtype, device="cuda", seed=seed
     )
@@ -82,7 +91,7 @@ def make_problem(batch, seqlen_q, seqlen_k, headdim, causal, dropout_p, dtype, s
 class Call:
     """One kernel on one problem, what it needs made beforehand; `run(tile)` returns its outputs."""
 
-    def __init__(self, kernel: str, problem: Problem):
+    def __init__(self, kernel: str, problem: Problem) -> None:
         self.kernel, self.problem = kernel, problem
         if kernel == "forward":
             return
@@ -97,12 +106,15 @@ class Call:
     def run(self, tile: Tile) -> list[torch.Tensor]:
         if self.kernel == "forward":
             return list(forward.attention_forward(self.problem, tile))
-        launch = backward.launch_dq if self.kernel == "dq" else backward.launch_dk_dv
-        launch(self.problem, self.dout, self.row_words, self.keys, *self.outputs, tile)
+        inputs = (self.problem, self.dout, self.row_words, self.keys)
+        if self.kernel == "dq":
+            backward.launch_dq(*inputs, self.outputs[0], tile)
+        else:
+            backward.launch_dk_dv(*inputs, self.outputs[0], self.outputs[1], tile)
         return self.outputs
 
 
-def expected(call: Call, dtype) -> list[torch.Tensor]:
+def expected(call: Call, dtype: torch.dtype) -> list[torch.Tensor]:
     """Outputs of the call by the reference in `dtype`."""
     p = call.problem
     leaves = [t.to(dtype).requires_grad_() for t in (p.q, p.k, p.v)]
@@ -116,7 +128,7 @@ def expected(call: Call, dtype) -> list[torch.Tensor]:
     return [gradients[0]] if call.kernel == "dq" else list(gradients[1:])
 
 
-def check(job) -> str:
+def check(job: tuple) -> str:
     """Compile and check one candidate on a small problem: "" or what is wrong.
 
     The lengths are no multiples of a tile, but of 16: a kernel specialized to other divisibility
@@ -165,7 +177,7 @@ def check_all(jobs: list, workers: int) -> dict:
 
 def time_candidates(calls: list[Call], tiles: list[Tile], repeats: int) -> dict[Tile, float]:
     """Median milliseconds of each tile, in turns, the inputs rotated."""
-    times = {tile: [] for tile in tiles}
+    times: dict[Tile, list] = {tile: [] for tile in tiles}
     for tile in tiles:
         for call in calls:
             call.run(tile)

@@ -15,7 +15,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from model.wandb_logger import X_AXIS
 from scripts.arguments import fail, option, parse_arguments
@@ -119,7 +119,7 @@ def as_markdown(options: Options) -> str:
     return "\n".join(lines)
 
 
-def panels(part: Part, wr) -> list:
+def panels(part: Part, wr: Any) -> list:
     """The charts of a section as panels of wandb_workspaces.reports.v2."""
     made = []
     for chart in part.charts:
@@ -139,7 +139,7 @@ def panels(part: Part, wr) -> list:
     return made
 
 
-def make_report(options: Options, wr):
+def make_report(options: Options, wr: Any) -> Any:
     """A report of wandb_workspaces, not saved yet."""
     blocks = [wr.TableOfContents()]
     for part in PARTS:
@@ -151,7 +151,7 @@ def make_report(options: Options, wr):
     )
 
 
-def make_workspace(options: Options, ws, wr):
+def make_workspace(options: Options, ws: Any, wr: Any) -> Any:
     """A view of the project's workspace, not saved yet."""
     sections = [
         ws.Section(name=part.title, panels=panels(part, wr), is_open=True) for part in PARTS

@@ -4,16 +4,17 @@ import functools
 
 import pytest
 import torch
-from lightning import Callback, Trainer
+from lightning import Callback
 
 import train
 from data.causal_lm import CausalLMData
 from model.attention import sdpa_attention
-from model.checkpoint import AtomicCheckpointIO, newest_intact
+from model.checkpoint import newest_intact
 from model.gpt import GPT
 from model.language_task import CausalLMTask
 from model.optim import adamw
 from model.saving import Checkpoints
+from tests.training import make_trainer
 
 SEQLEN, BATCH = 8, 4
 
@@ -48,17 +49,10 @@ def fit(folder, text, steps, num_steps, num_workers):
         root=str(text.parent / "data"),
     )
     seen = Seen()
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=steps + 1 if steps is not None else num_steps,
-        val_check_interval=5,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        callbacks=[seen, Checkpoints(folder=str(folder), every_n_steps=100)],
-        plugins=[AtomicCheckpointIO()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
+    trainer = make_trainer(
+        steps + 1 if steps is not None else num_steps,
+        [seen, Checkpoints(folder=str(folder), every_n_steps=100)],
+        val_every=5,
     )
     train.fit(newest_intact(folder), data, task, trainer)
     return seen.rows, task.model.state_dict(), data

@@ -90,7 +90,7 @@ def descriptor(tensor: Tensor, rows: int, columns: int, is_ragged: bool) -> Tens
     if is_ragged:
         sizes = [_LARGEST, _LARGEST, nheads, END.value, headdim]
         strides = [2**34 - row_stride, row_stride, head_stride, row_stride, 1]
-        box = (1, 1, 1, rows, columns)
+        box: tuple[int, ...] = (1, 1, 1, rows, columns)
     else:
         batch, seqlen = tensor.shape[:2]
         sizes = [batch, nheads, seqlen, headdim]
@@ -138,9 +138,9 @@ def _flags(problem: Problem, block: int) -> dict[str, int | bool]:
 def _lists(problem: Problem, by_column: bool) -> tuple | None:
     """row_lists or col_lists of the problem, their token masks packed."""
     p = problem
-    if p.mask is None:
-        return None
     lists = p.col_lists if by_column else p.row_lists
+    if p.mask is None or lists is None:
+        return None
     return (*lists[:3], pack_tokens(p.mask.token_masks, by_column), *lists[4:])
 
 

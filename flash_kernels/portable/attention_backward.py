@@ -305,12 +305,20 @@ def _row_words_launch(
     return Launch(delta_kernel, p.batch * p.nheads * num_tiles, numbers, constants)
 
 
-def launch_dk_dv(problem: Problem, dout, row_words, keys, dk, dv, tile: Tile | None = None) -> None:
+def launch_dk_dv(
+    problem: Problem,
+    dout: Tensor,
+    row_words: Tensor,
+    keys: Tensor | None,
+    dk: Tensor,
+    dv: Tensor,
+    tile: Tile | None = None,
+) -> None:
     """Fill dk and dv. `tile` overrides the table of tile_choice.py."""
     p = problem
     if tile is None:
 
-        def run(candidate):
+        def run(candidate: Tile) -> tuple[Tensor, Tensor]:
             launch_dk_dv(p, dout, row_words, keys, dk, dv, candidate)
             return dk, dv
 

@@ -222,7 +222,7 @@ def attention_decode(
     lse = torch.empty(batch, nheads, seqlen_q, dtype=torch.float32, device=q.device)
     guard = torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext()
     with guard:
-        if k is not None and k.numel() > 0:
+        if k is not None and v is not None and k.numel() > 0:
             append_kernel[(batch * seqlen_new * nheads_k,)](
                 k, v, k_cache, v_cache, cache_lengths, k.stride()[:3], v.stride()[:3],
                 k_cache.stride()[:3], v_cache.stride()[:3], nheads_k, seqlen_new, HEADDIM=headdim,

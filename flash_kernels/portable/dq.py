@@ -5,6 +5,7 @@ The formulas are those of attention_backward.py.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from . import dropout, sparse, tiles
 from .kernel_launch import Launch
@@ -200,12 +201,19 @@ def dq_kernel(
     )  # fmt: skip
 
 
-def launch_dq(problem: Problem, dout, row_words, keys, dq, tile: Tile | None = None) -> None:
+def launch_dq(
+    problem: Problem,
+    dout: Tensor,
+    row_words: Tensor,
+    keys: Tensor | None,
+    dq: Tensor,
+    tile: Tile | None = None,
+) -> None:
     """Fill dq. `tile` overrides the table of tile_choice.py."""
     p = problem
     if tile is None:
 
-        def run(candidate):
+        def run(candidate: Tile) -> tuple[Tensor]:
             launch_dq(p, dout, row_words, keys, dq, candidate)
             return (dq,)
 

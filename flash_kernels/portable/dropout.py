@@ -7,6 +7,8 @@ made once a call, because every row tile reads them all. reference.dropout_keep_
 plain PyTorch.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -155,7 +157,7 @@ def _row_keys_launch(problem: Problem) -> Launch:
     return _keys_launch(problem, row_keys_kernel, problem.lse_strides, problem.seqlen_q)
 
 
-def _keys_launch(problem: Problem, kernel, strides: tuple[int, int], seqlen: int) -> Launch:
+def _keys_launch(problem: Problem, kernel: Any, strides: tuple[int, int], seqlen: int) -> Launch:
     p = problem
     num_tiles = cdiv(seqlen, _KEYS_BLOCK)
     constants = {"IS_VARLEN": p.is_varlen, "BLOCK": _KEYS_BLOCK}

@@ -6,7 +6,8 @@ them but the addresses. What is left to choose by is which of these are multiple
 the compiled kernel is called as triton.JITFunction.run calls it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import triton
 from torch import Tensor
@@ -20,11 +21,11 @@ from .versions import is_served
 class Bounded(dict):
     """A cache that forgets everything once it is full. Safe between threads, like a dict."""
 
-    def __init__(self, max_entries: int):
+    def __init__(self, max_entries: int) -> None:
         super().__init__()
         self._max_entries = max_entries
 
-    def keep(self, key, value):
+    def keep(self, key: Any, value: Any) -> Any:
         if len(self) >= self._max_entries:
             self.clear()
         self[key] = value
@@ -48,20 +49,21 @@ class Launch:
 
     def __init__(
         self,
-        kernel,
+        kernel: Any,
         grid: int,
         numbers: tuple,
         constants: dict[str, int | bool],
         describe: tuple[Callable, ...] = (),
-    ):
+    ) -> None:
         self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
-        self._describe, self._descriptors = describe, ()
+        self._describe = describe
+        self._descriptors: list = []
         self._in_order = (*numbers, *(constants[n] for n in kernel.arg_names if n in constants))
-        self._compiled = {}
+        self._compiled: dict[tuple, tuple] = {}
 
-    def __call__(self, *tensors) -> None:
+    def __call__(self, *tensors: Any) -> None:
         """Launch on the current device and stream."""
-        described = ()
+        described: Sequence = ()
         if self._describe:
             described, tensors = self._described(tensors)
         addresses, misaligned = _addresses(tensors)
@@ -91,7 +93,7 @@ class Launch:
         return described, tensors[len(described) :]
 
 
-def _on(descriptor, tensor: Tensor | None):
+def _on(descriptor: Any, tensor: Tensor | None) -> Any:
     """The descriptor of another tensor of the same kind, without the checks of its class."""
     other = object.__new__(type(descriptor))
     other.__dict__.update(descriptor.__dict__)
@@ -122,7 +124,7 @@ def _is_observed() -> bool:
     return getattr(runtime, "add_stages_inspection_hook", None) is not None
 
 
-def _is_repeatable(compiled) -> bool:
+def _is_repeatable(compiled: Any) -> bool:
     """Whether alignment alone decides about the compiled kernel, and how it is called is known: not
     on AMD GPUs, whose kernels also depend on the size of a tensor's storage, nor in the
     interpreter, which compiles nothing, nor with releases of Triton that have not been tried.

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,7 +20,7 @@ MAX_WINDOW = 2**30
 # Keys and values of the heads that run together should stay in the L2 cache (50 MB on H100, 40 MB
 # on A100).
 _GROUP_BYTES = 16 * 2**20
-_NO_GUARD = contextlib.nullcontext()
+_NO_GUARD: contextlib.AbstractContextManager = contextlib.nullcontext()
 # Of one call: backwards differ by the strides of their gradients.
 _MAX_LAUNCHES = 64
 
@@ -81,7 +81,7 @@ class Problem:
         dropout_p: float = 0.0,
         blocks: WalkedMask | None = None,
         autotune: bool = False,
-    ):
+    ) -> None:
         self._set_tensors(
             q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, blocks
         )
@@ -96,7 +96,9 @@ class Problem:
         self.nheads_k = k.shape[-2]
         self.group_size = self.nheads // self.nheads_k
         out_row = self.nheads * self.headdim
-        if self.is_varlen:
+        self.lse_shape: tuple[int, ...]
+        self.column_shape: tuple[int, ...]
+        if cu_seqlens_q is not None:
             self.batch = cu_seqlens_q.shape[0] - 1
             self.seqlen_q, self.seqlen_k = int(max_seqlen_q), int(max_seqlen_k)
             self.lse_shape = (self.nheads, q.shape[0])
@@ -127,9 +129,11 @@ class Problem:
         self.tiles: dict[str, Tile] = {}
 
     def _set_tensors(
-        self, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, lengths_k=None, alibi_slopes=None,
-        dropout_seed=None, blocks=None,
-    ):  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None, lengths_k: Tensor | None = None,
+        alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None,
+        blocks: WalkedMask | None = None,
+    ) -> None:  # fmt: skip
         self.q, self.k, self.v = q, k, v
         self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
         self.lengths_k, self.alibi_slopes, self.dropout_seed = lengths_k, alibi_slopes, dropout_seed
@@ -140,7 +144,7 @@ class Problem:
             self.row_lists = _lists(blocks.rows, blocks.token_masks)
             self.col_lists = _lists(blocks.cols, blocks.token_masks)
 
-    def with_tensors(self, *tensors) -> "Problem":
+    def with_tensors(self, *tensors: Any) -> "Problem":
         """The same call on other tensors (_set_tensors) of the same shapes, strides, dtypes and
         alignment, on the same device."""
         other = object.__new__(Problem)
@@ -148,7 +152,7 @@ class Problem:
         other._set_tensors(*tensors)
         return other
 
-    def launch(self, make: Callable[..., Launch], *arguments) -> Launch:
+    def launch(self, make: Callable[..., Launch], *arguments: Any) -> Launch:
         """make(self, *arguments), kept from the first call on."""
         key = (make, arguments)
         known = self.launches.get(key)
@@ -163,11 +167,11 @@ class Problem:
         warps = tile.num_warps if block_m * block_n == tile.block_m * tile.block_n else 4
         return Tile(block_m, block_n, min(warps, tile.num_warps), tile.num_stages)
 
-    def strides(self, of_tensor: tuple[int, ...]) -> tuple[int, int, int]:
+    def strides(self, of_tensor: tuple[int, ...]) -> tuple[int, ...]:
         """(batch, row, head) strides; a packed tensor moves by rows only."""
         return (0, *of_tensor[:2]) if self.is_varlen else of_tensor[:3]
 
-    def qkv_strides(self) -> tuple[tuple[int, int, int], ...]:
+    def qkv_strides(self) -> tuple[tuple[int, ...], ...]:
         return tuple(self.strides(t.stride()) for t in (self.q, self.k, self.v))
 
     def index_tensors(self) -> tuple[Tensor | None, ...]:
@@ -192,7 +196,7 @@ class Problem:
             "HAS_TOKENS": self.mask is not None and self.mask.token_masks.shape[0] > 0,
         }
 
-    def device_guard(self):
+    def device_guard(self) -> contextlib.AbstractContextManager:
         """Triton launches on the current device."""
         if self.device_index is None or self.device_index == torch.cuda.current_device():
             return _NO_GUARD

@@ -8,9 +8,12 @@ here depends on the lengths or the batch size.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:  # it imports this file
+    from .launch import Problem
 
 
 class Tile(NamedTuple):
@@ -65,17 +68,17 @@ class use_tiles:
     Process-wide, because the backward of a CUDA graph node runs on a thread of the autograd engine.
     """
 
-    def __init__(self, **tiles: Tile):
+    def __init__(self, **tiles: Tile) -> None:
         unknown = set(tiles) - set(_SINGLE)
         if unknown:
             raise ValueError(f"kernels must be among {sorted(_SINGLE)}, got {sorted(unknown)}")
         self._tiles = tiles
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         self._before = dict(_overrides)
         _overrides.update(self._tiles)
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         _overrides.clear()
         _overrides.update(self._before)
 
@@ -115,7 +118,7 @@ def table_tile(
     return _HALF[kernel, family][column]
 
 
-def choose_tile(kernel: str, problem, run: Callable) -> Tile:
+def choose_tile(kernel: str, problem: "Problem", run: Callable) -> Tile:
     """The tile of a call: use_tiles' if one is set, the search's with autotune, else the table's.
 
     run: launches the kernel with a tile and returns its outputs.

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,20 +12,9 @@ from data.long_range import LongRangeData, PathfinderData
 from data.order import sample_ids
 from data.pathfinder import make_scenes, render, render_snake_ids
 from data.pathfinder_release import export_release
+from tests.loading import opened, take
 
 SIZES = {"num_train": 30, "num_val": 7, "num_test": 5}
-
-
-def opened(data, rank=0, world_size=1, global_step=0):
-    data.trainer = SimpleNamespace(
-        global_rank=rank,
-        world_size=world_size,
-        global_step=global_step,
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
-    )
-    data.prepare_data()
-    data.setup("fit")
-    return data
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +43,6 @@ def reviews(tmp_path_factory):
             for i in range(10):
                 (folder / split / part / f"{i}.txt").write_text("ab" * (1 + 2 * i))
     return str(folder)
-
-
-def take(loader, count):
-    iterator = iter(loader)
-    return [next(iterator) for _ in range(count)]
 
 
 def on_device(data, batch):

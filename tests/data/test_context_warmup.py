@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from data.context_warmup import ContextWarmup
 from data.prepare import prepare
 from data.sources import open_source
 from data.tokenizer import load_tokenizer
+from tests.loading import placed, take
 
 STAGES, SEQLEN, MAX_STEPS = [[4, 0.4], [8, 0.7]], 16, 20
 CONTEXTS = [4] * 8 + [8] * 6 + [16] * 6  # by hand: 40 % of 20 steps, then to 70 %
@@ -40,19 +40,9 @@ def make(store_folder, rank=0, world_size=1, global_step=0, **options):
             **options,
         }
     )
-    data.trainer = SimpleNamespace(
-        global_rank=rank,
-        world_size=world_size,
-        global_step=global_step,
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
-    )
+    placed(data, rank, world_size, global_step)
     data.setup()
     return data
-
-
-def take(data, count):
-    iterator = iter(data.train_dataloader())
-    return [next(iterator) for _ in range(count)]
 
 
 def test_stages_of_the_paper_size_run():
@@ -85,7 +75,10 @@ def test_a_run_consumes_the_tokens_that_it_would_without_a_warmup(store_folder):
     """20 steps of 4 windows are more than an epoch; after each stage both runs are at one place."""
     data = make(store_folder)
     assert data.num_samples < MAX_STEPS * 4 and data.contexts == (4, 8, 16)
-    batches, plain = take(data, 20), take(make(store_folder, context_warmup=None), 20)
+    batches, plain = (
+        take(data.train_dataloader(), 20),
+        take(make(store_folder, context_warmup=None).train_dataloader(), 20),
+    )
     assert [batch["input_ids"].shape for batch in batches] == [(64 // c, c) for c in CONTEXTS]
     for first, end in ((0, 8), (8, 14), (14, 20)):
         pairs = [
@@ -109,10 +102,14 @@ def test_a_run_consumes_the_tokens_that_it_would_without_a_warmup(store_folder):
 
 
 def test_processes_and_workers_change_nothing_but_the_order_in_a_batch(store_folder):
-    whole = take(make(store_folder), 18)
-    for a, b in zip(whole, take(make(store_folder, num_workers=2), 18), strict=True):
+    whole = take(make(store_folder).train_dataloader(), 18)
+    for a, b in zip(
+        whole, take(make(store_folder, num_workers=2).train_dataloader(), 18), strict=True
+    ):
         assert torch.equal(a["input_ids"], b["input_ids"])
-    shares = [take(make(store_folder, rank=r, world_size=2), 18) for r in range(2)]
+    shares = [
+        take(make(store_folder, rank=r, world_size=2).train_dataloader(), 18) for r in range(2)
+    ]
     for step, batch in enumerate(whole):
         joined = torch.cat([share[step]["input_ids"] for share in shares])
         assert joined.shape == batch["input_ids"].shape
@@ -121,11 +118,11 @@ def test_processes_and_workers_change_nothing_but_the_order_in_a_batch(store_fol
 
 @pytest.mark.parametrize("stop", [1, 8, 9, 13, 14])
 def test_resume_continues_at_the_same_tokens(store_folder, stop):
-    expected = take(make(store_folder), 20)[stop:]
+    expected = take(make(store_folder).train_dataloader(), 20)[stop:]
     state = make(store_folder, global_step=stop).state_dict()
     other = make(store_folder, global_step=stop)
     other.load_state_dict(state)
-    for a, b in zip(take(other, 20 - stop), expected, strict=True):
+    for a, b in zip(take(other.train_dataloader(), 20 - stop), expected, strict=True):
         assert torch.equal(a["input_ids"], b["input_ids"])
 
 

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from data.long_documents import LongDocumentData, constant_prediction
 from data.order import permute, sample_ids
 from data.stepped import IGNORED_LABEL
 from data.wordpiece import BERT_UNCASED, load_wordpiece
+from tests import loading
 
 WORDS = load_wordpiece()
 
@@ -27,15 +27,7 @@ def write(path, rows):
 def opened(**options):
     defaults = {"num_classes": 2, "tokenizer": BERT_UNCASED, "seqlen": 8, "batch_size": 2}
     data = LongDocumentData(**{**defaults, **options})
-    data.trainer = SimpleNamespace(
-        global_rank=0,
-        world_size=1,
-        global_step=0,
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
-    )
-    data.prepare_data()
-    data.setup("fit")
-    return data
+    return loading.opened(data)
 
 
 CASES = [  # label 2 is the rarest

@@ -13,6 +13,7 @@ from data.order import sample_ids
 from data.prepare import prepare
 from data.sources import open_source
 from data.tokenizer import load_tokenizer
+from tests.loading import opened, take
 
 SEQLEN = 32
 PAD, UNK, CLS, SEP, MASK = 0, 100, 101, 102, 103
@@ -40,20 +41,7 @@ def store_folder(tmp_path_factory):
 def make(store_folder, rank=0, world_size=1, global_step=0, **options):
     options = {"source": store_folder, "seqlen": SEQLEN, "batch_tokens": 8 * SEQLEN, **options}
     data = MaskedLMData(**options)
-    data.trainer = SimpleNamespace(
-        global_rank=rank,
-        world_size=world_size,
-        global_step=global_step,
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
-    )
-    data.prepare_data()
-    data.setup("fit")
-    return data
-
-
-def take(loader, count):
-    iterator = iter(loader)
-    return [next(iterator) for _ in range(count)]
+    return opened(data, rank, world_size, global_step)
 
 
 def originals(sample):

@@ -1,6 +1,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from model.callbacks import Metrics, StopAfter, peak_flops
 
@@ -22,6 +23,16 @@ def test_peak_is_found_by_the_longest_matching_name(device, tflops):
 
 def test_unknown_device_has_no_peak_rather_than_a_wrong_one():
     assert peak_flops("Some GPU 9000") is None
+
+
+@pytest.mark.parametrize("name, words", [("NVIDIA L4", "121.0"), ("Some GPU 9000", "not known")])
+def test_training_starts_on_every_gpu_and_says_its_peak(name, words, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    trainer = SimpleNamespace(global_step=0, max_steps=1, is_global_zero=True, loggers=[])
+    Metrics().on_train_start(trainer, SimpleNamespace(device=torch.device("cuda")))
+    shown = capsys.readouterr().out
+    assert name in shown and words in shown
 
 
 def test_interval_is_checked():

@@ -5,16 +5,17 @@ import functools
 import numpy as np
 import pytest
 import torch
-from lightning import LightningDataModule, Trainer
+from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
 from model.attention import sdpa_attention
-from model.checkpoint import AtomicCheckpointIO, load_run, newest_best, newest_intact
+from model.checkpoint import load_run, newest_best, newest_intact
 from model.classification_task import ClassificationTask, accuracy_interval
 from model.classifier_weights import load_from_run
 from model.long_range import LongRangeClassifier
 from model.optim import adamw
 from model.saving import Checkpoints
+from tests.training import make_trainer, weights
 
 SIZE, BATCH = 5, 4
 
@@ -80,24 +81,11 @@ def make_task(foreground=True, dense_weight=0.5, optimizer=adamw, lr=1e-2, **opt
 
 
 def fit(task, folder, data=None, ckpt_path=None, stop=None):
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=stop or task.max_steps,
-        val_check_interval=2,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        callbacks=[Checkpoints(folder=str(folder), every_n_steps=1, keep_last=99)],
-        plugins=[AtomicCheckpointIO()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
+    trainer = make_trainer(
+        stop or task.max_steps, [Checkpoints(folder=str(folder), every_n_steps=1, keep_last=99)]
     )
     trainer.fit(task, data or Images(), ckpt_path=ckpt_path, weights_only=True)
     return trainer
-
-
-def weights(task):
-    return {name: value.clone() for name, value in task.model.state_dict().items()}
 
 
 SGD = {"optimizer": lambda model, lr: torch.optim.SGD(model.parameters(), lr), "lr": 0.05}

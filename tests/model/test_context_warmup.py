@@ -4,19 +4,20 @@ import functools
 
 import pytest
 import torch
-from lightning import LightningDataModule, Trainer
+from lightning import LightningDataModule
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from model.attention import sdpa_attention
 from model.callbacks import Metrics
-from model.checkpoint import AtomicCheckpointIO, load_run, newest_intact
+from model.checkpoint import load_run, newest_intact
 from model.gpt import GPT
 from model.language_task import CausalLMTask
 from model.loggers import CsvLogger
 from model.optim import adamw
 from model.positions import extend_in_place, extend_positions
 from model.saving import Checkpoints
+from tests.training import make_trainer
 
 VOCAB, FINAL, STEP_TOKENS = 37, 16, 64
 CONTEXTS = [4, 4, 4, 8, 8, 16, 16, 16]  # of the steps of a run
@@ -62,18 +63,7 @@ def make_task(dropout=0.0, **options):
 
 def fit(task, folder, *, stop=None, ckpt_path=None, save_every=1, callbacks=(), logger=False):
     saves = Checkpoints(folder=str(folder / "checkpoints"), every_n_steps=save_every)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=stop or task.max_steps,
-        val_check_interval=2,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        callbacks=[*callbacks, saves],
-        plugins=[AtomicCheckpointIO()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=logger,
-    )
+    trainer = make_trainer(stop or task.max_steps, [*callbacks, saves], logger=logger)
     trainer.fit(task, GrowingData(), ckpt_path=ckpt_path, weights_only=True)
     return trainer
 
@@ -104,14 +94,14 @@ def test_a_switch_extends_the_table_and_its_moments_from_the_trained_rows(tmp_pa
     ids = torch.randint(VOCAB, (3, 4))
     task.model.eval()
     old, old_logits = [table_of(task), *moments_of(task)], task.model(ids)
-    task._grow(8)
+    task._grow(4, 8)
     for before, after in zip(old, [table_of(task), *moments_of(task)], strict=True):
         assert torch.equal(after[:8], extend_positions(before[:4], 8, how))
         assert torch.equal(after[8:], before[8:])
     if how == "tile":
         assert torch.equal(task.model(ids), old_logits), "short contexts keep their outputs"
     with pytest.raises(ValueError, match="must not shrink, from 4 to 2 at step 3"):
-        task._grow(2)
+        task._grow(4, 2)
 
 
 @pytest.mark.parametrize("how", ["tile", "interpolate"])

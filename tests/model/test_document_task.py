@@ -6,17 +6,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lightning import LightningDataModule, Trainer
+from lightning import LightningDataModule
 from torch import nn
 from torch.utils.data import DataLoader
 
 from model.bert import BERT
 from model.bert_files import export_bert
-from model.checkpoint import AtomicCheckpointIO, newest_intact
+from model.checkpoint import newest_intact
 from model.document_classifier import DocumentClassifier
 from model.document_task import DocumentTask, f1_scores
 from model.optim import adamw
 from model.saving import Checkpoints
+from tests.training import make_trainer, weights
 
 BATCH, CLASSES, SEQLEN = 4, 3, 10
 SIZES = {"vocab_size": 40, "depth": 1, "dim": 16, "nheads": 2}
@@ -67,25 +68,12 @@ def make_task(multi_label=True, optimizer=adamw, lr=1e-2, **options):
 
 
 def fit(task, folder, ckpt_path=None, stop=None):
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=stop or task.max_steps,
-        val_check_interval=2,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        callbacks=[Checkpoints(folder=str(folder), every_n_steps=1, keep_last=99)],
-        plugins=[AtomicCheckpointIO()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
+    trainer = make_trainer(
+        stop or task.max_steps, [Checkpoints(folder=str(folder), every_n_steps=1, keep_last=99)]
     )
     data = Documents(task.model.multi_label)
     trainer.fit(task, data, ckpt_path=ckpt_path, weights_only=True)
     return trainer, data
-
-
-def weights(task):
-    return {name: value.clone() for name, value in task.model.state_dict().items()}
 
 
 def test_f1_by_hand():

@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from model.attention import KVCache, reference_attention, sdpa_attention
+from model.attention import reference_attention, sdpa_attention
 from model.gpt import GPT
 from model.loss import next_token_loss
+from model.self_attention import KVCache
 
 TINY = {"vocab_size": 61, "max_seqlen": 16, "depth": 2, "dim": 24, "nheads": 3}
 

@@ -18,20 +18,12 @@ from model.hf import (
 )
 from model.hf_files import find_model
 from model.loss import next_token_loss
+from tests.training import randomize
 
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"vocab_size": 61, "max_seqlen": 16, "depth": 3, "dim": 24, "nheads": 3}
 HF_SIZES = {"vocab_size": 61, "n_positions": 16, "n_layer": 3, "n_embd": 24, "n_head": 3}
-
-
-@torch.no_grad()
-def randomize(model, seed):
-    """Every parameter far from its initial value: biases, norms and all."""
-    generator = torch.Generator().manual_seed(seed)
-    for param in model.parameters():
-        param += 0.2 * torch.randn(param.shape, generator=generator)
-    return model.eval()
 
 
 def make_gpt(**changes):

@@ -11,6 +11,7 @@ from model.bert import BERT
 from model.bert_files import export_bert, load_bert, save_bert
 from model.hf_bert import bert_config_from_hf, bert_config_to_hf, bert_from_hf
 from model.warm_start import load_into
+from tests.training import randomize
 
 transformers = pytest.importorskip("transformers")
 
@@ -24,15 +25,6 @@ HF_SIZES = {
 }
 ROBERTA = {"num_segments": 1, "position_offset": 2, "norm_eps": 1e-5, "nsp_head": False}
 LENGTHS = torch.tensor([16, 2, 9, 5])
-
-
-@torch.no_grad()
-def randomize(model, seed):
-    """Every parameter far from its initial value: biases, norms and all."""
-    generator = torch.Generator().manual_seed(seed)
-    for param in model.parameters():
-        param += 0.2 * torch.randn(param.shape, generator=generator)
-    return model.eval()
 
 
 def make_ours(**changes):

@@ -4,18 +4,19 @@ import functools
 
 import pytest
 import torch
-from lightning import LightningDataModule, Trainer
+from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
 from model.attention import pack, sdpa_attention
 from model.bert import BERT
 from model.bert_files import export_bert
 from model.callbacks import Metrics, StopAtTarget
-from model.checkpoint import AtomicCheckpointIO, newest_intact
+from model.checkpoint import newest_intact
 from model.language_task import MaskedLMTask
 from model.loggers import CsvLogger
 from model.optim import lamb
 from model.saving import Checkpoints
+from tests.training import make_trainer, weights
 
 VOCAB, SEQLEN, PER_STEP = 37, 12, 4
 LENGTHS = torch.tensor([12, 3, 7, 5])
@@ -75,24 +76,13 @@ def make_task(
 
 
 def fit(task, folder, data=None, stop=None, ckpt_path=None, callbacks=(), logger=False):
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=stop or task.max_steps,
-        val_check_interval=2,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        callbacks=[Checkpoints(folder=str(folder), every_n_steps=1, keep_last=99), *callbacks],
-        plugins=[AtomicCheckpointIO()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = make_trainer(
+        stop or task.max_steps,
+        [Checkpoints(folder=str(folder), every_n_steps=1, keep_last=99), *callbacks],
         logger=logger,
     )
     trainer.fit(task, data or Sentences(), ckpt_path=ckpt_path, weights_only=True)
     return trainer
-
-
-def weights(task):
-    return {name: value.clone() for name, value in task.model.state_dict().items()}
 
 
 SGD = {"optimizer": lambda model, lr: torch.optim.SGD(model.parameters(), lr), "lr": 0.5}

@@ -15,12 +15,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from model import saving
 from model.attention import sdpa_attention
-from model.checkpoint import AtomicCheckpointIO, newest_intact, read_manifest
+from model.checkpoint import newest_intact, read_manifest
 from model.gpt import GPT
 from model.language_task import CausalLMTask
 from model.optim import adamw
 from model.saving import Checkpoints
 from tests.disturbances import SignalAt
+from tests.training import make_trainer
 
 STEPS = 6
 
@@ -58,17 +59,10 @@ def fit(folder, *callbacks, resume=False, **options):
     sizes = {"vocab_size": 37, "max_seqlen": 8, "depth": 1, "dim": 8, "nheads": 2}
     model = GPT(**sizes, attention=sdpa_attention)
     task = CausalLMTask(model, lambda model: adamw(model, lr=1e-2), max_steps=STEPS)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=STEPS,
-        val_check_interval=3,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        callbacks=[Checkpoints(folder=str(folder), **{"every_n_steps": 50} | options), *callbacks],
-        plugins=[AtomicCheckpointIO()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
+    trainer = make_trainer(
+        STEPS,
+        [Checkpoints(folder=str(folder), **{"every_n_steps": 50} | options), *callbacks],
+        val_every=3,
     )
     trainer.fit(task, Tokens(), ckpt_path=newest_intact(folder) if resume else None)
     return task

@@ -4,16 +4,17 @@ import functools
 
 import pytest
 import torch
-from lightning import LightningDataModule, Trainer
+from lightning import LightningDataModule
 from torch.utils.data import DataLoader, IterableDataset
 
 from model.attention import sdpa_attention
-from model.checkpoint import AtomicCheckpointIO, load_run, newest_intact
+from model.checkpoint import load_run, newest_intact
 from model.gpt import GPT
 from model.language_task import CausalLMTask
 from model.optim import adamw
 from model.saving import Checkpoints
 from model.task import step_seed
+from tests.training import make_trainer, weights
 
 VOCAB, SEQLEN, PER_STEP = 37, 16, 4
 
@@ -81,25 +82,10 @@ def fit(
     **checkpointing,
 ):
     checkpoints = Checkpoints(folder=str(folder), **{"every_n_steps": 1, **checkpointing})
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=stop or task.max_steps,
-        val_check_interval=val_every,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        callbacks=[checkpoints],
-        plugins=[AtomicCheckpointIO()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
-    )
+    trainer = make_trainer(stop or task.max_steps, [checkpoints], val_every=val_every)
     data = data or RandomTokens(ragged)
     trainer.fit(task, data, ckpt_path=ckpt_path, weights_only=True)
     return trainer
-
-
-def weights(task):
-    return {name: value.clone() for name, value in task.model.state_dict().items()}
 
 
 @pytest.mark.parametrize("micro_sequences", [1, 2])

@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning import LightningDataModule, Trainer
+from lightning import LightningDataModule
 from wandb.proto import wandb_internal_pb2
 
 import model.wandb_logger
 from model.block_sparse import BlockSparseAttention
 from model.callbacks import Metrics
-from model.checkpoint import AtomicCheckpointIO
 from model.generation import sample_text
 from model.gpt import GPT
 from model.language_task import CausalLMTask
@@ -25,6 +24,7 @@ from model.optim import adamw
 from model.saving import Checkpoints
 from model.wandb_logger import GROUPS, PatientWandbLogger, chart_name, wandb_logger
 from model.wandb_media import WandbMedia
+from tests.training import make_trainer
 
 BLOCK = 32768  # bytes; of LevelDB's log format, which W&B writes behind 7 bytes of its own
 HEADER = struct.Struct("<IHB")  # CRC, length, kind: whole, first, middle, last
@@ -112,21 +112,14 @@ def train(folder, *, stop, ckpt_path=None):
     logger = wandb_logger(
         save_dir=str(folder), run_id="r-1", name="r", mode="offline", checkpoints="end"
     )
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=stop,
-        val_check_interval=2,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        callbacks=[
+    trainer = make_trainer(
+        stop,
+        [
             WandbMedia(num_tokens=3, num_samples=1),
             Metrics(every_n_steps=2, show=False),
             Checkpoints(folder=str(folder / "checkpoints"), every_n_steps=2),
         ],
-        plugins=[AtomicCheckpointIO()],
         logger=logger,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     logger.log_hyperparams({"optimizer": {"lr": 1e-2}})
     trainer.fit(task, Numbers(8), ckpt_path=ckpt_path, weights_only=True)

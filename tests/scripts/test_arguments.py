@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from scripts.arguments import command_line, option, parse_arguments
+from scripts.arguments import option, parse_arguments
 
 
 @dataclass
@@ -53,9 +53,3 @@ def test_help_lists_every_option(capsys):
     assert text.startswith("What the script does.")
     for part in ("name=str", "what it is called (required)", "how many (default 3)"):
         assert part in text
-
-
-@pytest.mark.parametrize("where", [["--out", "x.json"], ["--out=x.json"]])
-def test_command_line_leaves_the_place_of_the_record_out(monkeypatch, where):
-    monkeypatch.setattr("sys.argv", ["script.py", "--steps", "3", *where, "a=1"])
-    assert command_line("scripts.name", omit="--out") == "python -m scripts.name --steps 3 a=1"
