@@ -1,7 +1,7 @@
 """Sequences on several processes train like one: each way to attend, kind of data and strategy.
 
 Processes of one machine over gloo; our kernels in Triton's interpreter, which takes most of the
-time: a few steps, and all of them if `long`.
+time: a few steps, and all of them if `long`. test_distributed.py lets four share sequences, too.
 """
 
 import pytest
@@ -79,6 +79,7 @@ def test_two_processes_train_like_one(workplace, one_process):
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_four_processes_train_like_one(workplace, one_process):
     check(
         workplace, one_process, 4,
