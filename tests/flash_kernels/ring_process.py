@@ -88,12 +88,13 @@ def check(
 ) -> None:  # fmt: skip
     """Whole sequences, and with the sizes of `blocks` under a mask."""
     seqlen = 8 * size if blocks is None else 2 * size * max(blocks)
-    whole = testing.make_qkv(2, seqlen, seqlen, 4, 16, nheads_k=nheads_k, dtype=torch.float32)
+    batch = 2 if blocks is None or size == 4 else 1
+    whole = testing.make_qkv(batch, seqlen, seqlen, 4, 16, nheads_k=nheads_k, dtype=torch.float32)
     dout = torch.randn(whole[0].shape, generator=torch.Generator().manual_seed(7))
     positions = zigzag_positions(seqlen, rank, size)
     seen, block_mask = torch.ones((), dtype=torch.bool), None
     if blocks is not None:
-        block_mask = make_block_mask(seqlen, *blocks)
+        block_mask = make_block_mask(batch, seqlen, *blocks)
         seen = block_mask.to_token_mask()
     elif not causal:
         positions = torch.arange(seqlen).view(size, -1)[rank]
@@ -111,11 +112,11 @@ def check(
         torch.testing.assert_close(found.double(), whole_exact[:, positions], rtol=1e-5, atol=1e-5)
 
 
-def make_block_mask(seqlen: int, block_m: int, block_n: int) -> BlockMask:
+def make_block_mask(batch: int, seqlen: int, block_m: int, block_n: int) -> BlockMask:
     """Of each sequence and head another, with partial blocks. Rows of the first chunk see nothing,
     and no row sees the last quarter of the keys, so that steps have no blocks."""
     generator = torch.Generator().manual_seed(5)
-    blocks = torch.rand(2, 4, seqlen // block_m, seqlen // block_n, generator=generator) < 0.6
+    blocks = torch.rand(batch, 4, seqlen // block_m, seqlen // block_n, generator=generator) < 0.6
     blocks[:, :, : len(blocks[0, 0]) // 4] = False
     blocks[..., -(blocks.shape[-1] // 4) :] = False
     tokens = torch.rand(seqlen, seqlen, generator=generator) < 0.7
