@@ -6,6 +6,7 @@ its new shards from them; whoever wants whole tensors (one process, DDP, generat
 gets a checkpoint as from a single file.
 """
 
+import enum
 import hashlib
 import io
 import os
@@ -26,6 +27,13 @@ def is_sharded(path: Path) -> bool:
     return path.is_dir() and (path / META).is_file()
 
 
+def _member(owner: Any, name: str) -> enum.Enum:
+    """What getattr may do here: Python 3.11.0 to 3.11.3 pickle the members of enums by it."""
+    if not isinstance(owner, type(enum.Enum)):
+        raise ValueError(f"it takes {name!r} of {owner!r}")
+    return owner[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Of torch.distributed.checkpoint's index, which torch opens with pickle alone: nothing but its
     own classes and values of torch."""
@@ -40,6 +48,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) in self._OTHERS:
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

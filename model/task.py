@@ -170,6 +170,10 @@ class TrainingTask(LightningModule):
     def configure_model(self) -> None:
         """Where the strategy is FSDP2, shard the model.
 
+        What may lie around a block, from the inside: recomputing (model.recompute, in the block's
+        forward), sharding (here, so that weights are gathered for both runs of it), compilation
+        (of a subclass, when it first runs). Sequences are split before (train.build).
+
         Lightning's mesh is (machines, GPUs of one): fully_shard replicates over the first and
         shards over the second.
         """

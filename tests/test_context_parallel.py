@@ -59,6 +59,8 @@ def check(workplace, one_process, num_processes: int, *cases: tuple[str, int]) -
         parallel = [f"context_parallel.size={size}", f"context_parallel.method={method}"]
         parallel += [f"trainer={strategy}", f"trainer.devices={num_processes}"]
         parallel += ["trainer.accelerator=cpu", f"run_name={name}"]
+        if strategy == "fsdp":  # whose weights are gathered for both runs of a block
+            parallel += ["task.recompute=full"]
         runs[name] = [*options(data, attention, steps), *parallel]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
     workplace.run_several(*runs.values(), launcher=torchrun)

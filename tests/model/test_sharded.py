@@ -78,7 +78,26 @@ def list_again(path):
     (path.parent / MANIFEST).write_text(json.dumps({path.name: entry}))
 
 
-@pytest.mark.parametrize("place", ["index", "value", "torch's own function"])
+def test_members_of_enums_may_be_pickled_by_name(checkpoint, monkeypatch):
+    """As Python 3.11.2 does, and a later one reads."""
+    path, _ = checkpoint
+    index = pickle.loads((path / ".metadata").read_bytes())
+    (memory_format, *_) = {
+        value.properties.memory_format
+        for value in index.state_dict_metadata.values()
+        if hasattr(value, "properties")
+    }
+    assert memory_format is torch.contiguous_format
+    encoding = dcp.metadata._MEM_FORMAT_ENCODING
+    by_name = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(encoding, "__reduce_ex__", by_name)
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    assert b"getattr" in (path / ".metadata").read_bytes()
+    list_again(path)
+    load_whole(path)
+
+
+@pytest.mark.parametrize("place", ["index", "value", "torch's own function", "getattr"])
 def test_a_malicious_one_is_refused_before_anything_of_it_runs(checkpoint, place, tmp_path):
     path, weights = checkpoint
     if place == "index":
@@ -86,6 +105,9 @@ def test_a_malicious_one_is_refused_before_anything_of_it_runs(checkpoint, place
     elif place == "value":
         value = {"state_dict": weights, "optimizer_0": {"x": Malice(tmp_path / "made")}}
         dcp.save(value, checkpoint_id=path, no_dist=True)
+    elif place == "getattr":
+        call = b"cbuiltins\ngetattr\n(ctorch\nSize\nVnumel\ntR."  # a member of no enum
+        (path / ".metadata").write_bytes(call)
     else:
         home = b"torch.distributed.checkpoint.metadata"
         (path / ".metadata").write_bytes(b"c" + home + b"\nos.mkdir\n.")
