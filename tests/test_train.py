@@ -49,10 +49,24 @@ def test_stop_and_resume_equals_no_stop_bitwise(workplace):
     assert cut == whole
 
 
+@pytest.fixture(scope="module")
+def images_run(workplace):
+    """What the run "images" prints."""
+    return workplace.run("run_name=images", images=True)
+
+
 @pytest.mark.slow
-def test_images_are_classified_alike_by_one_process_and_two(workplace):
+def test_images_start_from_an_easier_run(workplace, images_run):
+    options = ["run_name=next", "init_from=outputs/runs/images", "trainer.max_steps=2"]
+    options += ["task.dense_weight=0", "model.num_dense_classes=0"]
+    out = workplace.run(*options, images=True)
+    assert "accuracy (test, best-00000002.ckpt)" in out and "dense target" not in out
+
+
+@pytest.mark.slow
+def test_images_are_classified_alike_by_one_process_and_two(workplace, images_run):
     """The last batches of two processes are filled up, and each image still counts once."""
-    outs = [workplace.run("run_name=images", images=True)]
+    outs = [images_run]
     assert "marker-only floor on the same set" in outs[0] and "dense target" in outs[0]
     assert "sample" not in outs[0]
     options = ["run_name=images-ddp", "trainer=ddp", "trainer.accelerator=cpu"]
@@ -67,15 +81,6 @@ def test_images_are_classified_alike_by_one_process_and_two(workplace):
             for name in ("images", "images-ddp")
         )
         assert one and two == pytest.approx(one, rel=1e-4), key
-
-
-@pytest.mark.slow
-def test_images_start_from_an_easier_run(workplace):
-    workplace.run("run_name=easy", images=True)
-    options = ["run_name=next", "init_from=outputs/runs/easy", "trainer.max_steps=2"]
-    options += ["task.dense_weight=0", "model.num_dense_classes=0"]
-    out = workplace.run(*options, images=True)
-    assert "accuracy (test, best-00000002.ckpt)" in out and "dense target" not in out
 
 
 @pytest.mark.slow
