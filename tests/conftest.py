@@ -77,13 +77,15 @@ class Workplace:
 
     def _start(self, script: str, arguments: list[str], launcher) -> subprocess.Popen:
         paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+        # The models are small, and threads that wait for each other take the cores of other tests.
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
             [sys.executable, *launcher, str(ROOT / script), *arguments],
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": paths},
+            env=environment,
         )
 
     def _finish(self, process: subprocess.Popen, code: int) -> str:
