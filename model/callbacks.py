@@ -126,8 +126,8 @@ class Metrics(Callback):
         work: dict[str, float] = {}  # of the interval
         for (step, lr, _), step_values in zip(self._waiting, values, strict=True):
             row = {f"train/{name}": value for name, value in zip(names, step_values, strict=True)}
-            for name in [name for name in row if name.startswith("train/work/")]:
-                kind = name.removeprefix("train/work/")
+            for name in [name for name in row if name.startswith("train/amount/")]:
+                kind = name.removeprefix("train/amount/")
                 amount = row.pop(name)
                 work[kind] = work.get(kind, 0.0) + amount
                 if kind == "tokens":

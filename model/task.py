@@ -214,14 +214,14 @@ class TrainingTask(LightningModule):
 
         Returns:
             Means over the global batch of `sums` and what is `derived` of them, the gradient's norm
-            before clipping, and the `work` of all ranks as "work/..."; scalars on the device.
+            before clipping, and the `work` of all ranks as "amount/..."; scalars on the device.
         """
         optimizer = self.optimizers()
         torch.manual_seed(step_seed(self.seed, self.global_step, self.global_rank))
         num_examples, seqlen = self.size_of(batch)
         micro = self.micro_batch(num_examples, seqlen)
         self.cut = (num_examples, micro, seqlen)  # for a message, should memory run out
-        work = {f"work/{name}": amount for name, amount in self.work(batch).items()}
+        work = {f"amount/{name}": amount for name, amount in self.work(batch).items()}
         counts = self._summed({**self.counts(batch), **work})
         totals: dict[str, Tensor] = {}
         for start in range(0, num_examples, micro):

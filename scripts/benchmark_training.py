@@ -149,7 +149,8 @@ def run_trainer(setting: Setting) -> dict:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             lines = (done.stderr or done.stdout).strip().splitlines()
-            return row_of(TRAINER, setting, {"failure": lines[-1][:160] if lines else "?"}, None)
+            failure = lines[-1][:160] if lines else f"train.py ended with {done.returncode}"
+            return row_of(TRAINER, setting, {"failure": failure}, None)
         with (Path(folder) / "trainer/metrics.csv").open(newline="") as file:
             found = speed(list(csv.DictReader(file)))
     facts = {"micro_batch": setting.tokens // setting.seqlen, "peak_gib": found.get("peak_gib")}

@@ -102,11 +102,13 @@ def _word(excess: float, spread: float) -> str:
 def loss_verdict(curve: dict) -> str:
     """What compare_attention found for one experiment, in a sentence."""
     ours, noise = (curve[k]["mean_abs"] for k in ("flash_to_sdpa", "sdpa_to_sdpa"))
-    bias = curve.get("flash_minus_sdpa")
+    bias, own = curve.get("flash_minus_sdpa"), curve.get("flash_to_flash", {}).get("mean_abs")
     return (
         f"{curve['model']}: over the steps, the loss of flash is {statistics.fmean(ours):.4f} nats "
         f"from that of SDPA (mean of pairs: {len(ours)}), and SDPA is {_range(noise)} from itself "
-        f"where its sums have another order (pairs: {len(noise)}): "
+        f"where its sums have another order (pairs: {len(noise)})"
+        + (f", flash {_range(own)}" if own else "")
+        + ": "
         + ("within rounding." if curve["flash_within_noise"] else "not within rounding.")
         + (f" The mean of flash - SDPA is {bias:+.4f}." if bias is not None else "")
     )

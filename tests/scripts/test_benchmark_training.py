@@ -3,7 +3,7 @@ import torch
 from torch.nn import functional as F
 
 from scripts import training_contestants
-from scripts.benchmark_training import race, report_blocks, row_of, serve, speed_table
+from scripts.benchmark_training import race, report_blocks, row_of, run_trainer, serve, speed_table
 from scripts.training_contestants import Racer, Setting, build_racer
 
 TINY = Setting("gpt2_tiny", seqlen=16, tokens=64, compile=False)
@@ -72,6 +72,15 @@ def test_race():
     total, *slowest = row["kernels_ms"].values()
     assert len(slowest) == 3 and sorted(slowest, reverse=True) == slowest
     assert 0 < sum(slowest) <= total
+
+
+@pytest.mark.long
+def test_the_trainer_is_run_as_a_user_runs_it():
+    on_cpu = ("trainer=cpu", "task.compile=false")
+    row = run_trainer(TINY._replace(overrides=on_cpu))
+    assert row["impl"] == "trainer" and row["failure"] is None and row["tokens_per_s"] > 0
+    row = run_trainer(TINY._replace(overrides=(*on_cpu, "optimizer.nothing=1")))
+    assert row["tokens_per_s"] is None and "nothing" in row["failure"]
 
 
 def test_table_of_rates_and_ratios():
