@@ -42,7 +42,7 @@ from scripts.training_contestants import (
 
 TRAINER = "trainer"
 TITLES = {**{name: who.title for name, who in CONTESTANTS.items()}, TRAINER: "ours, train.py"}
-# What the issue of speed is held against: (ours, rival).
+# Who is how far ahead: (ours, rival).
 RATIOS = (("ours", "plain"), ("ours_dropout", "plain_dropout"), ("ours_dropout", "hf_eager"),
           (TRAINER, "ours"))  # fmt: skip
 _TRAINER_STEPS = 60
@@ -52,17 +52,15 @@ def serve(pipe: Connection, name: str, setting: Setting, num_kernels: int = 0) -
     """A contestant's process: build, say so with its slowest kernels, then time as many steps as it
     is asked for."""
     try:
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
         racer = build_racer(name, setting)
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+        peak = peak_gib(racer.step)
     except Exception as error:  # of any rival's: it is reported as its result
         text = (str(error).splitlines() or [""])[0]
         pipe.send({"failure": f"{type(error).__name__}: {text}"[:160]})
         return
     kernels = slowest_kernels(racer.step, num_kernels) if num_kernels else {}
     release_memory()
-    facts = {"micro_batch": racer.micro_batch, "peak_gib": peak and peak / 2**30}
+    facts = {"micro_batch": racer.micro_batch, "peak_gib": peak}
     pipe.send({**facts, "failure": None, **({"kernels_ms": kernels} if kernels else {})})
     while (steps := pipe.recv()) is not None:
         racer.step()  # what it gave back comes again
@@ -74,6 +72,24 @@ def serve(pipe: Connection, name: str, setting: Setting, num_kernels: int = 0) -
         seconds = (time.perf_counter() - begin) / steps
         release_memory()
         pipe.send(seconds)
+
+
+def peak_gib(step: Callable[[], object]) -> float | None:
+    """Of a step, not of the larger micro-batches that did not fit; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def seconds_a_step(pipe: Connection, steps: int) -> float | None:
+    """What a contestant's process answers; None if it is no longer there."""
+    try:
+        pipe.send(steps)
+        return pipe.recv()
+    except (EOFError, ConnectionError):
+        return None
 
 
 def slowest_kernels(step: Callable[[], object], count: int) -> dict[str, float]:
@@ -122,8 +138,14 @@ def race(
         for turn in range(rounds if pipes else 0):
             first = turn % len(pipes)
             for name in [*pipes][first:] + [*pipes][:first]:
-                pipes[name].send(steps)
-                seconds[name].append(pipes[name].recv())
+                if name not in seconds:
+                    continue
+                answer = seconds_a_step(pipes[name], steps)
+                if answer is None:
+                    del seconds[name]
+                    facts[name]["failure"] = "its process ended in a round: see its traceback"
+                else:
+                    seconds[name].append(answer)
     finally:
         for process in processes:
             process.kill()

@@ -1,9 +1,19 @@
+import multiprocessing
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from scripts import training_contestants
-from scripts.benchmark_training import race, report_blocks, row_of, run_trainer, serve, speed_table
+from scripts.benchmark_training import (
+    race,
+    report_blocks,
+    row_of,
+    run_trainer,
+    seconds_a_step,
+    serve,
+    speed_table,
+)
 from scripts.training_contestants import Racer, Setting, build_racer
 
 TINY = Setting("gpt2_tiny", seqlen=16, tokens=64, compile=False)
@@ -62,6 +72,12 @@ def test_what_cannot_run_is_reported():
     pipe = Pipe()
     serve(pipe, "ours", TINY._replace(model="gpt3"))
     assert len(pipe) == 1 and "gpt3" in pipe[0]["failure"]
+
+
+def test_a_process_that_ends_in_a_round_ends_no_race():
+    near, far = multiprocessing.Pipe()
+    far.close()
+    assert seconds_a_step(near, 1) is None
 
 
 def test_race():
