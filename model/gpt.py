@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from model.attention import Attention, Packing, auto_attention
 from model.block_sparse import layer_attention
 from model.self_attention import KVCache
-from model.transformer import Block, Embeddings, check_sizes, init_normal
+from model.transformer import Block, Embeddings, add_and_norm, check_sizes, init_normal
 
 INIT_STD = 0.02
 
@@ -35,6 +35,8 @@ class GPT(nn.Module):
         bias: biases in linear layers and norms (GPT-2 has them).
         vocab_multiple: the embedding has vocab_size rows rounded up to a multiple of this. Padding
             rows start at zero, receive no gradient, and are sliced off the logits.
+        fused: on a GPU, residual sums with dropout and the norms behind them, and biases with GELU,
+            are kernels of flash_kernels.fused.
 
     Raises:
         ValueError: a size is no positive integer, dim is no multiple of nheads, a dropout is
@@ -56,6 +58,7 @@ class GPT(nn.Module):
         inverse_layer_scale: bool = False,
         bias: bool = True,
         vocab_multiple: int = 128,
+        fused: bool = True,
     ) -> None:
         super().__init__()
         sizes = {
@@ -74,7 +77,8 @@ class GPT(nn.Module):
         check_sizes(sizes, dropouts)
         if dim % nheads != 0:
             raise ValueError(f"dim ({dim}) must be a multiple of nheads ({nheads})")
-        #: Constructor arguments but attention, as plain values: GPT(**config) is the same shape.
+        #: Constructor arguments but attention and fused, as plain values: GPT(**config) is the same
+        #: function.
         self.config: dict[str, Any] = {
             **sizes,
             **dropouts,
@@ -99,9 +103,12 @@ class GPT(nn.Module):
                 bias=bias,
                 softmax_scale=default_scale / (layer + 1) if inverse_layer_scale else None,
                 layer=layer,
+                fused=fused,
             )
             for layer in range(depth)
         )
+        self.fused = fused
+        self.resid_dropout = nn.Dropout(resid_dropout)  # on what the last block leaves to add
         self.norm = nn.LayerNorm(dim, bias=bias)
         self.reset_parameters()
 
@@ -139,7 +146,8 @@ class GPT(nn.Module):
                 kv_cache.
 
         Returns:
-            (batch, seqlen, dim), float32 under autocast.
+            (batch, seqlen, dim); under autocast float32, from the fused kernels its low-precision
+            dtype.
 
         Raises:
             ValueError: input_ids is not 2-D, or reaches beyond max_seqlen positions.
@@ -161,11 +169,13 @@ class GPT(nn.Module):
             positions = places(cu_seqlens, positions).flatten()
             input_ids = input_ids.reshape(1, -1)
         x = self.embeddings(input_ids, first_position=first_position, positions=positions)
+        branch = None
         for block in self.blocks:
-            x = block(x, kv_cache=kv_cache, packing=packing)
+            x, branch = block(x, branch, kv_cache=kv_cache, packing=packing)
         if kv_cache is not None:
             kv_cache.advance(seqlen)
-        return self.norm(x).view(*shape, -1)
+        _, normed = add_and_norm(x, branch, self.norm, self.resid_dropout, fused=self.fused)
+        return normed.view(*shape, -1)
 
     @property
     def head_weight(self) -> Tensor:

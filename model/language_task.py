@@ -114,7 +114,7 @@ class CausalLMTask(LanguageModelTask):
         final_context: tokens of a training sequence at the end of the run, and of validation. Until
             then a checkpoint counts as a model of the context that it was trained at. None: the
             length of training sequences does not change.
-        others: see LanguageModelTask; what is compiled is the forward pass with its loss.
+        others: see LanguageModelTask; what is compiled is the model without its head.
     """
 
     model: GPT
@@ -208,34 +208,30 @@ class CausalLMTask(LanguageModelTask):
         return {kind: number * work["tokens"] for kind, number in per_token.items()}
 
     @functools.cached_property
-    def _loss(self) -> Callable[..., Tensor]:
-        if not self._is_compiled:
-            return self._plain_loss
+    def _hidden(self) -> Callable[..., Tensor]:
         # Shapes change with the stage of a run at most: kernels are specialized to each.
-        return torch.compile(self._plain_loss, dynamic=False)
-
-    def _plain_loss(
-        self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None
-    ) -> Tensor:
-        """Summed loss (float32) of one micro-batch; cu_seqlens: see GPT.hidden."""
-        options: dict[str, Any] = {}
-        if self._parallel is not None:
-            options = {"positions": self._positions, "seqlen": self._seqlen}
-        if cu_seqlens is not None:
-            options["cu_seqlens"] = cu_seqlens
-        return linear_next_token_loss(
-            self.model.hidden(input_ids, **options),
-            self.model.head_weight,
-            labels,
-            vocab_size=self.model.vocab_size,
-            chunk_tokens=self.loss_chunk_tokens,
-        )[0]
+        hidden = self.model.hidden
+        return torch.compile(hidden, dynamic=False) if self._is_compiled else hidden
 
     def counts(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"loss": (batch["labels"] != IGNORE).sum()}
 
     def sums(self, piece: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"loss": self._loss(**piece)}
+        options: dict[str, Any] = {}
+        if self._parallel is not None:
+            options = {"positions": self._positions, "seqlen": self._seqlen}
+        if "cu_seqlens" in piece:
+            options["cu_seqlens"] = piece["cu_seqlens"]
+        hidden = self._hidden(piece["input_ids"], **options)
+        # Not compiled: on a GPU it is one operator.
+        loss, _ = linear_next_token_loss(
+            hidden,
+            self.model.head_weight,
+            piece["labels"],
+            vocab_size=self.model.vocab_size,
+            chunk_tokens=self.loss_chunk_tokens,
+        )
+        return {"loss": loss}
 
     def derived(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"ppl": means["loss"].exp()}

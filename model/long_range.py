@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from model.attention import Attention, Packing, auto_attention
 from model.block_sparse import BlockSparseAttention, layer_attention
 from model.positions import Positions
-from model.transformer import Block, check_sizes
+from model.transformer import Block, add_and_norm, check_sizes
 
 EMBEDDINGS = ("token", "pixel")
 POOLINGS = ("mean", "max", "cls")
@@ -142,6 +142,7 @@ class LongRangeClassifier(nn.Module):
             )
             for layer in range(depth)
         )
+        self.resid_dropout = nn.Dropout(resid_dropout)  # on what the last block leaves to add
         self.norm = nn.LayerNorm(dim)
         widths = [dim, hidden] if num_towers == 1 else [4 * dim, hidden, hidden // 2]
         layers = []
@@ -243,9 +244,14 @@ class LongRangeClassifier(nn.Module):
                     F.pad(rotary[1], (0, 0, 0, 0, 1, 0)),
                 )
         x = self.dropout(x)
+        return self._run(x, rotary=rotary, lengths_k=lengths)
+
+    def _run(self, x: Tensor, **options: Any) -> Tensor:
+        """x (batch, seqlen, dim) through the blocks and the last norm."""
+        branch = None
         for block in self.blocks:
-            x = block(x, rotary=rotary, lengths_k=lengths)
-        return self.norm(x)
+            x, branch = block(x, branch, **options)
+        return add_and_norm(x, branch, self.norm, self.resid_dropout, fused=True)[1]
 
     def _masked_hidden(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """All pixels, the non-zero ones first: a key mask is then a length, which kernels serve."""
@@ -262,9 +268,7 @@ class LongRangeClassifier(nn.Module):
         index = (foreground % input_ids.shape[1])[None]
         x = self.dropout(self._embed(values, index))
         rotary = self.positions.rotary(values.shape[1], index)
-        for block in self.blocks:
-            x = block(x, rotary=rotary, packing=packing)
-        return self.norm(x)[0]
+        return self._run(x, rotary=rotary, packing=packing)[0]
 
     def _pool(self, hidden: Tensor, lengths: Tensor | None) -> Tensor:
         if self.pooling == "cls":

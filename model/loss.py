@@ -49,7 +49,8 @@ def linear_next_token_loss(
     """next_token_loss(hidden @ weight[:vocab_size].T, labels), logits held a chunk at a time.
 
     The gradients of a chunk are made in the forward, while its logits are there, and multiplied by
-    the incoming gradient in the backward: each product is done once, as without chunks.
+    the incoming gradient in the backward: each product is done once, as without chunks. On a GPU by
+    a kernel (flash_kernels.fused.cross_entropy), elsewhere by torch.
 
     Args:
         hidden: (batch, seqlen, dim).
@@ -70,6 +71,18 @@ def linear_next_token_loss(
             f"labels must have hidden's shape without the last axis, {tuple(hidden.shape[:-1])}, "
             f"got {tuple(labels.shape)}"
         )
+    if hidden.is_cuda and torch.is_grad_enabled():
+        from flash_kernels.fused.cross_entropy import linear_cross_entropy
+
+        loss = linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            vocab_size=vocab_size,
+            ignore_index=IGNORE,
+            chunk_tokens=chunk_tokens,
+        )
+        return loss, (labels != IGNORE).sum()
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype

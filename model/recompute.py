@@ -2,16 +2,17 @@
 forward is made again on the way back, for less memory.
 
 Of a GPT of width d under bf16 autocast, a token and layer keep 36 d bytes without it (as
-scripts/plan.py counts). "full" keeps the block's input, 4 d bytes, and runs the whole block twice.
-"selective" also keeps what matrix products and attention gave, 24 d bytes in all, so that only
-norms, GELU, dropout and sums run twice.
+scripts/plan.py counts). "full" keeps the block's inputs, the residual stream and what is still to
+be added to it, 6 d bytes, and runs the whole block twice. "selective" also keeps what matrix
+products and attention gave, 24 d bytes in all, so that only norms, GELU, dropout and sums run
+twice.
 """
 
 import functools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -44,10 +45,10 @@ class Recomputing(nn.Module):
     #: One of RECOMPUTE.
     recompute = "none"
 
-    def compute(self, *args: Any, **kwargs: Any) -> Tensor:
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As compute."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.compute(*args, **kwargs)

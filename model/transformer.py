@@ -68,26 +68,63 @@ class Embeddings(nn.Module):
 class MLP(nn.Module):
     """Linear to `hidden`, GELU, linear back to `dim`.
 
-    approximate: "tanh" (GPT-2) or "none", the exact GELU (BERT).
+    Args:
+        approximate: "tanh" (GPT-2) or "none", the exact GELU (BERT).
+        fused: on a GPU, bias and GELU are a kernel of flash_kernels.fused.
     """
 
     def __init__(
-        self, dim: int, hidden: int, *, bias: bool = True, approximate: str = "tanh"
+        self,
+        dim: int,
+        hidden: int,
+        *,
+        bias: bool = True,
+        approximate: str = "tanh",
+        fused: bool = True,
     ) -> None:
         super().__init__()
         self.approximate = approximate
+        self.fused = fused
         self.up = nn.Linear(dim, hidden, bias=bias)
         self.down = nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fused and x.is_cuda and self.up.bias is not None:
+            from flash_kernels.fused.gelu import bias_gelu
+
+            hidden = F.linear(x, self.up.weight)
+            return self.down(bias_gelu(hidden, self.up.bias, approximate=self.approximate))
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
+
+
+def add_and_norm(
+    x: Tensor, branch: Tensor | None, norm: nn.LayerNorm, dropout: nn.Dropout, *, fused: bool
+) -> tuple[Tensor, Tensor]:
+    """x + dropout(branch), and the norm of it.
+
+    Args:
+        x: (..., dim), the residual stream.
+        branch: the same shape, what a sublayer adds to it; None adds nothing.
+        fused: CUDA tensors take the kernels of flash_kernels.fused, whose dropout draws other masks
+            than torch's.
+    """
+    if branch is None:
+        return x, norm(x)
+    if fused and x.is_cuda:
+        from flash_kernels.fused.residual_norm import residual_norm
+
+        dropout_p = dropout.p if dropout.training else 0.0
+        return residual_norm(x, branch, norm.weight, norm.bias, eps=norm.eps, dropout_p=dropout_p)
+    x = x + dropout(branch)
+    return x, norm(x)
 
 
 class Block(Recomputing):
     """Pre-norm residual block: x += attention(norm1(x)), x += mlp(norm2(x)).
 
-    Under autocast the sublayers return the low-precision dtype and the sum with a float32 x is
-    float32: the residual stream keeps the precision of the embeddings.
+    A sum and the norm behind it are one step (add_and_norm), so a block leaves its last sum to the
+    next block. Under autocast the sublayers return the low-precision dtype and the sum with a
+    float32 x is float32: the residual stream keeps the precision of the embeddings.
 
     Args:
         dim, nheads, headdim, causal, attention, softmax_scale, layer, bias: see SelfAttention; bias
@@ -95,6 +132,7 @@ class Block(Recomputing):
         mlp_dim: hidden width of the MLP; None means 4 dim.
         attn_dropout: dropout on attention probabilities.
         resid_dropout: dropout on the output of each sublayer.
+        fused: see add_and_norm and MLP.
     """
 
     def __init__(
@@ -111,8 +149,10 @@ class Block(Recomputing):
         bias: bool = True,
         softmax_scale: float | None = None,
         layer: int = 0,
+        fused: bool = True,
     ) -> None:
         super().__init__()
+        self.fused = fused
         self.norm1 = nn.LayerNorm(dim, bias=bias)
         self.attention = SelfAttention(
             dim,
@@ -126,24 +166,30 @@ class Block(Recomputing):
             layer=layer,
         )
         self.norm2 = nn.LayerNorm(dim, bias=bias)
-        self.mlp = MLP(dim, 4 * dim if mlp_dim is None else mlp_dim, bias=bias)
+        mlp_dim = 4 * dim if mlp_dim is None else mlp_dim
+        self.mlp = MLP(dim, mlp_dim, bias=bias, fused=fused)
         self.dropout = nn.Dropout(resid_dropout)
 
     def compute(
         self,
         x: Tensor,
+        branch: Tensor | None = None,
         *,
         kv_cache: KVCache | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         lengths_k: Tensor | None = None,
         packing: Packing | None = None,
-    ) -> Tensor:
-        """x (batch, seqlen, dim) -> (batch, seqlen, dim); options as in SelfAttention.forward."""
+    ) -> tuple[Tensor, Tensor]:
+        """x (batch, seqlen, dim) and what is still to be added to it, branch -> the same.
+
+        Options as in SelfAttention.forward.
+        """
+        x, normed = add_and_norm(x, branch, self.norm1, self.dropout, fused=self.fused)
         attended = self.attention(
-            self.norm1(x), kv_cache=kv_cache, rotary=rotary, lengths_k=lengths_k, packing=packing
+            normed, kv_cache=kv_cache, rotary=rotary, lengths_k=lengths_k, packing=packing
         )
-        x = x + self.dropout(attended)
-        return x + self.dropout(self.mlp(self.norm2(x)))
+        x, normed = add_and_norm(x, attended, self.norm2, self.dropout, fused=self.fused)
+        return x, self.mlp(normed)
 
 
 @torch.no_grad()

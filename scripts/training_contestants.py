@@ -67,6 +67,8 @@ def _ours(setting: Setting, who: Contestant) -> tuple[nn.Module, Optimizer, Loss
     """The task that train.py trains, without the trainer around it."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         cfg = compose("train", configured(setting, who.dropout_p, who.attention))
+    if who.family == "plain":
+        OmegaConf.update(cfg, "model.fused", False, force_add=True)
     OmegaConf.update(cfg, "task.compile", setting.compile)
     task = instantiate(cfg.task).to(_device())
     optimizer = task.configure_optimizers()

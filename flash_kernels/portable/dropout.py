@@ -49,6 +49,21 @@ def dropout_row_keys(seed_ptr, rows, batch_head):
 
 
 @triton.jit
+def dropout_column_keys(seed, columns, batch_head):
+    """Keys of columns, int32: a bijection of the column, keyed by Philox words of the head, so that
+    no two columns of a head ever share one."""
+    zeros = columns * 0
+    key_0, key_1, key_2, key_3 = tl.philox(
+        seed, zeros, zeros + batch_head, zeros + HEAD_DOMAIN, zeros
+    )
+    mixed = columns.to(tl.uint32, bitcast=True) ^ key_0
+    mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D + key_1
+    mixed = (mixed ^ (mixed >> 15)) * 0x846CA68B + key_2
+    mixed = (mixed ^ (mixed >> 16)) * 0x9E3779B1 + key_3
+    return (mixed ^ (mixed >> 15)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def load_column_keys(
     column_keys_ptr, cols, end, BLOCK: tl.constexpr, CHECK: tl.constexpr, REPEAT: tl.constexpr
 ):
@@ -100,9 +115,7 @@ def column_keys_kernel(
     seed_ptr, column_keys_ptr, cu_seqlens_k_ptr, column_strides, nheads, seqlen_k, num_tiles,
     IS_VARLEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Column keys of the dropout mask, int32: a bijection of the column, keyed by Philox words of
-    the head, so that no two columns of a head ever share one.
-    """
+    """dropout_column_keys of every column of every head. Grid: (heads * num_tiles,)."""
     pid = tl.program_id(0)
     batch_head = pid // num_tiles
     batch_index = batch_head // nheads
@@ -111,21 +124,13 @@ def column_keys_kernel(
     seed = tl.load(seed_ptr)
     first_k, length_k = tiles.sequence_range(cu_seqlens_k_ptr, batch_index, seqlen_k, IS_VARLEN)
 
-    zeros = positions * 0
-    key_0, key_1, key_2, key_3 = tl.philox(
-        seed, zeros, zeros + batch_head, zeros + HEAD_DOMAIN, zeros
-    )
-    mixed = positions.to(tl.uint32, bitcast=True) ^ key_0
-    mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D + key_1
-    mixed = (mixed ^ (mixed >> 15)) * 0x846CA68B + key_2
-    mixed = (mixed ^ (mixed >> 16)) * 0x9E3779B1 + key_3
-    mixed = mixed ^ (mixed >> 15)
+    keys = dropout_column_keys(seed, positions, batch_head)
     column_offset = (
         batch_index.to(tl.int64) * column_strides[0] + head * column_strides[1] + first_k
     )
     tl.store(
         column_keys_ptr + column_offset + positions,
-        mixed.to(tl.int32, bitcast=True),
+        keys,
         mask=positions < length_k,
     )
 
