@@ -1,10 +1,11 @@
-"""Tokens a second of training GPT-2, ours beside the recipes that a user would pick instead:
-python -m scripts.benchmark_training --help
+"""Tokens a second of training GPT-2 or BERT, ours beside the recipes that a user would pick
+instead: python -m scripts.benchmark_training --help
 
 Each contestant is built in a process of its own; then all take turns, a few steps each, and give
 back what memory they can between them. "trainer" is `python train.py` in ours' setting, with
 loader, logging and the guard against bad steps; it runs alone, and its rate is that of its last
-half.
+half. Tokens of BERT are real ones, in sequences as long as English Wikipedia's
+(scripts/bert_contestants.py).
 """
 
 import argparse
@@ -24,8 +25,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from model.bert import BERT, BERT_BASE, BERT_LARGE
 from model.callbacks import peak_flops
 from model.gpt import GPT
+from scripts.bert_contestants import mean_work
 from scripts.compare_attention import speed
 from scripts.plan import SIZES
 from scripts.records import make_record, write_record
@@ -33,10 +36,12 @@ from scripts.report_page import Block
 from scripts.report_page import Table as ReportTable
 from scripts.svg_plot import Plot
 from scripts.training_contestants import (
+    BERT_MODELS,
     CONTESTANTS,
     Setting,
     build_racer,
     configured,
+    contestants_of,
     release_memory,
 )
 
@@ -44,7 +49,10 @@ TRAINER = "trainer"
 TITLES = {**{name: who.title for name, who in CONTESTANTS.items()}, TRAINER: "ours, train.py"}
 # Who is how far ahead: (ours, rival).
 RATIOS = (("ours", "plain"), ("ours_dropout", "plain_dropout"), ("ours_dropout", "hf_eager"),
-          (TRAINER, "ours"))  # fmt: skip
+          (TRAINER, "ours"), ("bert", "bert_hf_compiled"), ("bert", "bert_hf_sdpa"),
+          ("bert", "bert_hf_eager"))  # fmt: skip
+BERT_SIZES = {"bert_base": BERT_BASE, "bert_large": BERT_LARGE}
+_GPT_CONTEXTS, _BERT_CONTEXTS = (1024, 2048, 4096, 8192, 16384, 65536), (512,)
 _TRAINER_STEPS = 60
 
 
@@ -150,13 +158,14 @@ def race(
         for process in processes:
             process.kill()
             process.join()
+    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    tokens = float(setting.tokens)
+    if setting.model in BERT_MODELS:
+        tokens = mean_work(setting.seqlen, setting.tokens)["tokens"]
     return [
-        row_of(
-            name, setting, facts[name],
-            setting.tokens / statistics.median(seconds[name]) if name in seconds else None,
-        )
+        row_of(name, setting, facts[name], tokens / medians[name] if name in medians else None)
         for name in names
-    ]  # fmt: skip
+    ]
 
 
 def run_trainer(setting: Setting) -> dict:
@@ -191,7 +200,17 @@ def row_of(name: str, setting: Setting, facts: dict, tokens_per_s: float | None)
         "tokens_per_s": tokens_per_s,
     }
     peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    if tokens_per_s and peak and setting.model in SIZES:
+    if setting.model in BERT_MODELS:
+        work = mean_work(setting.seqlen, setting.tokens)
+        row["mean_length"] = work["tokens"] / work["samples"]
+        if tokens_per_s:
+            row["samples_per_s"] = tokens_per_s / row["mean_length"]
+        if tokens_per_s and peak and setting.model in BERT_SIZES:
+            with torch.device("meta"):
+                depth, dim, nheads = BERT_SIZES[setting.model].values()
+                flops = BERT(depth=depth, dim=dim, nheads=nheads).flops(**work)
+            row["mfu_full"] = flops * tokens_per_s / (work["tokens"] * peak)
+    elif tokens_per_s and peak and setting.model in SIZES:
         depth, dim, nheads = SIZES[setting.model]
         with torch.device("meta"):
             model = GPT(depth=depth, dim=dim, nheads=nheads, max_seqlen=setting.seqlen)
@@ -226,7 +245,7 @@ def report_blocks(record: dict) -> list[Block]:
     """The table and, for each model, the rates over the context."""
     header, lines = speed_table(record)
     rows = [row for row in record["rows"] if row["tokens_per_s"]]
-    blocks: list[Block] = [ReportTable(header, lines, "An optimizer step of GPT-2, medians")]
+    blocks: list[Block] = [ReportTable(header, lines, "An optimizer step, medians")]
     for model in dict.fromkeys(row["model"] for row in rows):
         series = {
             TITLES[name]: sorted(
@@ -249,6 +268,11 @@ def render(record: dict, console: Console) -> None:
         table.add_row(*line)
     console.print(table)
     for row in record["rows"]:
+        if row.get("samples_per_s"):
+            console.print(
+                f"{row['impl']}, {row['model']} {row['seqlen']}: {row['samples_per_s']:.1f} "
+                f"sequences/s of {row['mean_length']:.1f} tokens"
+            )
         if row["failure"]:
             console.print(f"{row['impl']}, {row['model']} {row['seqlen']}: {row['failure']}")
         for name, ms in row.get("kernels_ms", {}).items():
@@ -259,19 +283,28 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", default=["gpt2_small"], choices=SIZES)
     parser.add_argument(
-        "--contexts", nargs="+", type=int, default=[1024, 2048, 4096, 8192, 16384, 65536]
+        "--models", nargs="+", default=["gpt2_small"], choices=[*SIZES, *BERT_SIZES]
     )
-    parser.add_argument("--contestants", nargs="+", default=[*TITLES], choices=TITLES)
-    parser.add_argument("--tokens", type=int, default=65536, help="of an optimizer step")
+    parser.add_argument(
+        "--contexts",
+        nargs="+",
+        type=int,
+        help=f"default: {_GPT_CONTEXTS}, of BERT {_BERT_CONTEXTS}",
+    )
+    parser.add_argument(
+        "--contestants", nargs="+", choices=TITLES, help="default: all that train the model"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=65536, help="of an optimizer step, BERT's padding counted"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of a contestant in a round")
     parser.add_argument("--kernels", type=int, default=0, help="profile: the slowest so many")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmark_training.json"))
     parser.add_argument("overrides", nargs="*", help="of train.py for ours, key=value")
     args = parser.parse_args()
-    for seqlen in args.contexts:
+    for seqlen in args.contexts or (*_GPT_CONTEXTS, *_BERT_CONTEXTS):
         if seqlen < 1 or args.tokens % seqlen:
             parser.error(f"--tokens ({args.tokens}) must be a multiple of each context: {seqlen}")
     if args.rounds < 1 or args.steps < 1:
@@ -285,11 +318,13 @@ def main() -> None:
         raise SystemExit("benchmark_training needs a GPU, none is visible")
     rows = []
     for model in args.models:
-        for seqlen in args.contexts:
+        known = contestants_of(model) + ([] if model in BERT_MODELS else [TRAINER])
+        names = [name for name in args.contestants or known if name in known]
+        for seqlen in args.contexts or (_BERT_CONTEXTS if model in BERT_MODELS else _GPT_CONTEXTS):
             setting = Setting(model, seqlen, args.tokens, overrides=tuple(args.overrides))
-            racers = [name for name in args.contestants if name != TRAINER]
+            racers = [name for name in names if name != TRAINER]
             rows += race(setting, racers, args.rounds, args.steps, args.kernels)
-            if TRAINER in args.contestants:
+            if TRAINER in names:
                 rows.append(run_trainer(setting))
             settings = {k: v for k, v in vars(args).items() if k != "output"}
             record = make_record("benchmark_training", rows, settings, omit="--output")

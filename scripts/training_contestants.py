@@ -1,18 +1,20 @@
 """The training steps that scripts.benchmark_training lets race: the same GPT-2 in our recipe, in
-the plain one, and as Hugging Face's."""
+the plain one, and as Hugging Face's; the same BERT as ours and Hugging Face's."""
 
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+
+from scripts import bert_contestants
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -31,7 +33,7 @@ class Contestant(NamedTuple):
     title: str
     dropout_p: float
     attention: str  # of configs/attention, or of Hugging Face
-    family: str  # ours, plain or hf
+    family: str  # ours, plain or hf; of BERT bert or bert_hf
     is_compiled: bool = True
 
 
@@ -43,34 +45,61 @@ CONTESTANTS = {
     "hf_eager": Contestant("Hugging Face, eager", 0.1, "eager", "hf", False),
     "hf_sdpa": Contestant("Hugging Face, SDPA", 0.1, "sdpa", "hf", False),
     "hf_compiled": Contestant("Hugging Face, SDPA, compiled", 0.1, "sdpa", "hf"),
+    "bert": Contestant("ours, unpadded", 0.1, "auto", "bert"),
+    "bert_padded": Contestant("ours, padded", 0.1, "auto", "bert"),
+    "bert_hf_eager": Contestant("BertForPreTraining, eager", 0.1, "eager", "bert_hf", False),
+    "bert_hf_sdpa": Contestant("BertForPreTraining, SDPA", 0.1, "sdpa", "bert_hf", False),
+    "bert_hf_compiled": Contestant("BertForPreTraining, SDPA, compiled", 0.1, "sdpa", "bert_hf"),
 }
+
+BERT_MODELS = ("bert_large", "bert_base", "bert_tiny")
 
 # Summed loss of (batch, seqlen) token ids, given those after them.
 Loss = Callable[[Tensor, Tensor], Tensor]
+# What a micro-batch adds to the mean loss of its step.
+PieceLoss = Callable[[dict[str, Any]], Tensor]
+
+
+def contestants_of(model: str) -> list[str]:
+    """Names of those that train a model of configs/model."""
+    is_bert = model in BERT_MODELS
+    return [name for name, who in CONTESTANTS.items() if who.family.startswith("bert") == is_bert]
 
 
 def configured(setting: Setting, dropout_p: float, attention: str) -> list[str]:
-    """Overrides of train.py for the paper's GPT-2 recipe in this setting."""
+    """Overrides of train.py for the paper's recipe in this setting; BERT's with AdamW, as rivals
+    have no LAMB."""
+    is_bert = setting.model in BERT_MODELS
+    kinds = ("resid", "attn") if is_bert else ("embd", "resid", "attn")
     return [
-        "experiment=gpt2_1k",
+        *(
+            ["experiment=bert_large_512", "optimizer=adamw", "optimizer.lr=1e-4"]
+            if is_bert
+            else ["experiment=gpt2_1k"]
+        ),
         f"model={setting.model}",
         f"attention={attention}",
         f"data.seqlen={setting.seqlen}",
         f"data.batch_tokens={setting.tokens}",
         f"task.micro_batch_tokens={setting.tokens}",
-        *(f"model.{kind}_dropout={dropout_p}" for kind in ("embd", "resid", "attn")),
+        *(f"model.{kind}_dropout={dropout_p}" for kind in kinds),
         *setting.overrides,
     ]
 
 
+def _config(setting: Setting, who: Contestant) -> DictConfig:
+    attention = who.attention if who.attention in ("auto", "sdpa") else "sdpa"
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        cfg = compose("train", configured(setting, who.dropout_p, attention))
+    OmegaConf.update(cfg, "task.compile", setting.compile)
+    if who.family == "plain":
+        cfg.model.fused = False
+    return cfg
+
+
 def _ours(setting: Setting, who: Contestant) -> tuple[nn.Module, Optimizer, Loss]:
     """The task that train.py trains, without the trainer around it."""
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        cfg = compose("train", configured(setting, who.dropout_p, who.attention))
-    if who.family == "plain":
-        OmegaConf.update(cfg, "model.fused", False, force_add=True)
-    OmegaConf.update(cfg, "task.compile", setting.compile)
-    task = instantiate(cfg.task).to(_device())
+    task = instantiate(_config(setting, who).task).to(_device())
     optimizer = task.configure_optimizers()
     if who.family == "ours":
         return task.model, optimizer, lambda ids, labels: task.sums(_batch(ids, labels))["loss"]
@@ -87,8 +116,7 @@ def _hugging_face(setting: Setting, who: Contestant) -> tuple[nn.Module, Optimiz
     """transformers' own model and loss, which leaves out the label behind each sequence."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        shape = compose("train", configured(setting, 0.0, "sdpa")).model
+    shape = _config(setting, who).model
     config = GPT2Config(
         n_positions=setting.seqlen, n_layer=shape.depth, n_embd=shape.dim, n_head=shape.nheads,
         embd_pdrop=who.dropout_p, resid_pdrop=who.dropout_p, attn_pdrop=who.dropout_p,
@@ -100,6 +128,32 @@ def _hugging_face(setting: Setting, who: Contestant) -> tuple[nn.Module, Optimiz
 
     def loss(ids: Tensor, labels: Tensor) -> Tensor:
         return forward(input_ids=ids, labels=ids).loss * labels.numel()
+
+    return model, optimizer, loss
+
+
+def _bert(setting: Setting, who: Contestant) -> tuple[nn.Module, Optimizer, PieceLoss]:
+    """The task that train.py trains, heads on masked tokens alone."""
+    task = instantiate(_config(setting, who).task).to(_device())
+
+    def loss(piece: dict[str, Any]) -> Tensor:
+        sums = task.sums(piece)
+        return sums["mlm_loss"] / piece["num_masked"] + sums["nsp_loss"] / piece["num_pairs"]
+
+    return task.model, task.configure_optimizers(), loss
+
+
+def _bert_hugging_face(setting: Setting, who: Contestant) -> tuple[nn.Module, Optimizer, PieceLoss]:
+    """transformers' own model and loss: a mean over micro-batches of their means."""
+    with torch.device(_device()):
+        model, optimizer = bert_contestants.hugging_face(
+            _config(setting, who).model, who.attention, who.dropout_p
+        )
+    forward = _compiled(model, setting) if who.is_compiled else model
+
+    def loss(piece: dict[str, Any]) -> Tensor:
+        share = len(piece["nsp_labels"]) / piece["num_pairs"]
+        return forward(**bert_contestants.hugging_face_inputs(piece)).loss * share
 
     return model, optimizer, loss
 
@@ -127,23 +181,33 @@ class Racer:
     def __init__(self, name: str, setting: Setting, micro_batch: int):
         who = CONTESTANTS[name]
         torch.manual_seed(0)
-        build = _hugging_face if who.family == "hf" else _ours
-        self.model, self.optimizer, self.loss = build(setting, who)
+        self.micro_batch, self.num_steps = micro_batch, 0
+        self.steps: list[list[Any]]  # micro-batches of the steps, which take turns
+        self.piece_loss: Callable[[Any], Tensor]
+        if who.family.startswith("bert"):
+            build = _bert if who.family == "bert" else _bert_hugging_face
+            self.model, self.optimizer, self.piece_loss = build(setting, who)
+            self.steps = bert_contestants.pieces(
+                setting.seqlen, setting.tokens, micro_batch, name == "bert", _device()
+            )
+        else:
+            make = _hugging_face if who.family == "hf" else _ours
+            self.model, self.optimizer, loss = make(setting, who)
+            shape = (2, setting.tokens // setting.seqlen, setting.seqlen + 1)
+            generator = torch.Generator().manual_seed(1)
+            batches = torch.randint(0, 50257, shape, generator=generator).to(_device())
+            self.steps = [[*batch.split(micro_batch)] for batch in batches]
+            self.piece_loss = lambda ids: loss(ids[:, :-1], ids[:, 1:]) / setting.tokens
         self.model.train()
-        self.micro_batch, self.num_tokens = micro_batch, setting.tokens
-        shape = (2, setting.tokens // setting.seqlen, setting.seqlen + 1)
-        generator = torch.Generator().manual_seed(1)
-        self.batches = torch.randint(0, 50257, shape, generator=generator).to(_device())
-        self.num_steps = 0
 
     def step(self) -> Tensor:
         """The mean loss before the step, a scalar that nobody has waited for."""
-        batch = self.batches[self.num_steps % len(self.batches)]
+        pieces = self.steps[self.num_steps % len(self.steps)]
         self.num_steps += 1
         total: Tensor | float = 0.0
-        for tokens in batch.split(self.micro_batch):
-            with torch.autocast("cuda", torch.bfloat16, enabled=batch.is_cuda):
-                loss = self.loss(tokens[:, :-1], tokens[:, 1:]) / self.num_tokens
+        for piece in pieces:
+            with torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()):
+                loss = self.piece_loss(piece)
             loss.backward()
             total = total + loss.detach()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

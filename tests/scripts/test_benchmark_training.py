@@ -1,9 +1,11 @@
 import multiprocessing
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+from model.loss import IGNORE
 from scripts import training_contestants
 from scripts.benchmark_training import (
     race,
@@ -14,9 +16,11 @@ from scripts.benchmark_training import (
     serve,
     speed_table,
 )
+from scripts.bert_contestants import mean_work, random_steps, wikipedia_lengths
 from scripts.training_contestants import Racer, Setting, build_racer
 
 TINY = Setting("gpt2_tiny", seqlen=16, tokens=64, compile=False)
+BERT = Setting("bert_tiny", seqlen=32, tokens=128, compile=False)
 
 
 @pytest.mark.parametrize("name", ["ours", "plain", "hf_sdpa"])
@@ -28,7 +32,7 @@ def test_a_step_trains_on_the_mean_loss_of_its_batch(name):
     if name == "hf_sdpa":
         for racer in (whole, parts):
             racer.model.eval()  # their dropout is 0.1
-    tokens = whole.batches[0]
+    tokens = whole.steps[0][0]
     with torch.no_grad():
         if name == "hf_sdpa":
             # Their loss leaves out the last token: a mean of 15 labels, weighed as one of 16.
@@ -43,6 +47,49 @@ def test_a_step_trains_on_the_mean_loss_of_its_batch(name):
     assert losses[0][0] == pytest.approx(expected.item(), rel=1e-5)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][2] < losses[0][0]  # the batches take turns: the first again
+
+
+@pytest.mark.parametrize("name", ["bert", "bert_padded", "bert_hf_sdpa"])
+def test_a_step_of_bert_trains_on_both_losses(name):
+    """The mean over the step's masked tokens and that over its pairs, from logits of each sequence
+    by itself, whatever the micro-batch."""
+    if name == "bert_hf_sdpa":
+        pytest.importorskip("transformers")
+    racers = [Racer(name, BERT, micro) for micro in (4, 1)]
+    for racer in racers:
+        racer.model.eval()  # dropout
+    model, (samples, _) = racers[0].model, random_steps(32, 128)
+    masked, pairs = [], []
+    with torch.no_grad():
+        for sample in samples:
+            ids, segments = torch.tensor(sample.input_ids)[None], torch.tensor(sample.segment_ids)
+            if name == "bert_hf_sdpa":
+                out = model(input_ids=ids, token_type_ids=segments[None])
+                words, pair = out.prediction_logits[0], out.seq_relationship_logits
+            else:
+                hidden = model.hidden(ids, segment_ids=segments[None])
+                words, pair = model.mlm_logits(hidden)[0], model.nsp_logits(model.pooled(hidden))
+            labels = torch.tensor(sample.labels)
+            masked.append(F.cross_entropy(words, labels, reduction="none")[labels != IGNORE])
+            pairs.append(F.cross_entropy(pair, torch.tensor([sample.nsp_label])))
+    expected = torch.cat(masked).mean() + torch.stack(pairs).mean()
+    losses = [[racer.step().item() for _ in range(3)] for racer in racers]
+    assert losses[0][0] == pytest.approx(expected.item(), rel=1e-5)
+    assert losses[0][2] < losses[0][0]  # the steps take turns: the first again
+    if name != "bert_hf_sdpa":  # which averages the means of micro-batches
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_lengths_are_wikipedias():
+    """Krell et al.'s histogram: 23.4 % have 512 tokens, the mean is 255.8."""
+    lengths = wikipedia_lengths(200_000, 512, np.random.default_rng(0))
+    assert lengths.min() >= 4 and lengths.max() == 512
+    assert lengths.mean() == pytest.approx(255.8, abs=1.2)
+    assert (lengths == 512).mean() == pytest.approx(0.2343, abs=0.003)
+    work = mean_work(32, 128)
+    steps = [[len(sample.input_ids) for sample in step] for step in random_steps(32, 128)]
+    assert work["samples"] == 4 and work["tokens"] == sum(map(sum, steps)) / 2
+    assert work["pairs"] == sum(length**2 for step in steps for length in step) / 2
 
 
 def test_takes_the_largest_micro_batch_that_memory_holds(monkeypatch):
@@ -88,6 +135,13 @@ def test_race():
     total, *slowest = row["kernels_ms"].values()
     assert len(slowest) == 3 and sorted(slowest, reverse=True) == slowest
     assert 0 < sum(slowest) <= total
+
+
+def test_rates_of_bert_are_of_real_tokens():
+    (row,) = race(BERT, ["bert"], rounds=1, steps=2)
+    assert row["failure"] is None and row["dropout_p"] == 0.1
+    assert row["mean_length"] == mean_work(32, 128)["tokens"] / 4 < 32
+    assert row["tokens_per_s"] == pytest.approx(row["samples_per_s"] * row["mean_length"])
 
 
 @pytest.mark.long
