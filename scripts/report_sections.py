@@ -3,6 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
+from scripts import benchmark_generation
 from scripts.attention_tables import IMPLEMENTATION_NAMES, speed_table
 from scripts.benchmark_training import report_blocks
 from scripts.paper_numbers import (
@@ -367,6 +368,8 @@ _KINDS = [
     (lambda record, row: "times_proportional" in row, block_sparse_blocks),
     (lambda record, row: "val_ppl" in row, perplexity_blocks),
     (lambda record, row: record["name"] == "benchmark_training", report_blocks),
+    (lambda record, row: record["name"] == "benchmark_generation",
+     benchmark_generation.report_blocks),
     (lambda record, row: "accuracy" in row and "task" in row, accuracy_blocks),
     (lambda record, row: "tokens_per_s" in row, training_blocks),
 ]  # fmt: skip
