@@ -51,17 +51,19 @@ class Setting(NamedTuple):
     new: int  # tokens after it
     batch: int
 
-    @property
-    def shape(self) -> dict[str, int]:
-        return {"depth": self.depth, "dim": self.dim, "nheads": self.nheads}
-
 
 def build(name: str, setting: Setting, device: str) -> Write:
     """A contestant with the weights of seed 0."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     attention = sdpa_attention if name == "ours_sdpa" else auto_attention
-    gpt = GPT(**setting.shape, max_seqlen=setting.prompt + setting.new, attention=attention)
+    gpt = GPT(
+        depth=setting.depth,
+        dim=setting.dim,
+        nheads=setting.nheads,
+        max_seqlen=setting.prompt + setting.new,
+        attention=attention,
+    )
     if name.startswith("ours"):
         gpt = gpt.to(device, dtype).eval()
         return lambda ids, new: generate(gpt, ids, new, temperature=0.0)
