@@ -46,6 +46,9 @@ class LongRangeClassifier(nn.Module):
         embedding: "token", a vector a value; "pixel", linear in value / (vocab_size - 1).
         positions: "learned", "sinusoidal", "learned_2d" or "rotary_2d" (model.positions).
         rotary_wavelengths: shortest and longest of rotary_2d, in pixels.
+        nearness: of rotary_2d, at least 0: where the biases of queries and keys start, so that
+            attention does near by. The score of a pair then has nearness ** 2 / sqrt(headdim) times
+            the sum of all planes' cosines of their distance, the largest for a pixel and itself.
         pooling: "mean" or "max" of real tokens, or "cls", a learned token before all others.
         num_towers: 2 for pairs: the head sees both, their product and their difference.
         foreground: pixels of value 0 are padding, as in the arena's own model: neither seen nor
@@ -74,6 +77,7 @@ class LongRangeClassifier(nn.Module):
         embedding: str = "token",
         positions: str = "learned",
         rotary_wavelengths: tuple[float, float] = (4.0, 256.0),
+        nearness: float = 0.0,
         pooling: str = "mean",
         num_towers: int = 1,
         foreground: bool = False,
@@ -98,6 +102,7 @@ class LongRangeClassifier(nn.Module):
             "embedding": embedding,
             "positions": positions,
             "rotary_wavelengths": list(rotary_wavelengths),
+            "nearness": nearness,
             "pooling": pooling,
             "num_towers": num_towers,
             "foreground": foreground,
@@ -170,6 +175,10 @@ class LongRangeClassifier(nn.Module):
         if isinstance(self.embedding, nn.Linear):
             # Else all values are multiples of one vector, which the first norm makes equal.
             nn.init.normal_(self.embedding.bias)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            biases = block.attention.qkv.bias.view(3, block.attention.nheads, -1)
+            biases[:2, :, : biases.shape[-1] // 2] = self.config["nearness"]
 
     def forward(
         self,
@@ -318,6 +327,11 @@ def _check(config: dict) -> None:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {config[name]!r}")
     if config["num_towers"] not in (1, 2):
         raise ValueError(f"num_towers must be 1 or 2, got {config['num_towers']}")
+    if config["nearness"] < 0 or (config["nearness"] and config["positions"] != "rotary_2d"):
+        raise ValueError(
+            f"nearness must be at least 0, and 0 without positions=rotary_2d, got "
+            f"{config['nearness']} with {config['positions']}"
+        )
     size = config["image_size"]
     if size is not None and size**2 != config["max_seqlen"]:
         raise ValueError(

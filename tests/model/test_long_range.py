@@ -6,7 +6,7 @@ import torch
 from model.attention import Packing, reference_attention, sdpa_attention
 from model.classifier_weights import transfer
 from model.long_range import EMBEDDINGS, POOLINGS, LongRangeClassifier
-from model.positions import POSITIONS
+from model.positions import POSITIONS, rotate
 from model.transformer import Block
 
 SIZE = 6
@@ -41,6 +41,31 @@ def packed(input_ids):
         "foreground": input_ids.flatten().nonzero()[:, 0],
         "packing": Packing(cu_seqlens, int(counts.max()) + 2),
     }
+
+
+def test_nearness_lets_attention_start_near_by():
+    """Queries and keys that are biases alone: the score is the documented sum of cosines."""
+    torch.manual_seed(0)
+    options = {"image_size": SIZE, "max_seqlen": SIZE**2, "positions": "rotary_2d", "nearness": 1.5}
+    model = LongRangeClassifier(
+        vocab_size=256,
+        num_classes=2,
+        depth=1,
+        dim=16,
+        nheads=2,
+        attention=sdpa_attention,
+        **options,
+    )
+    attention = model.blocks[0].attention
+    q, k, v = attention.qkv(torch.zeros(1, SIZE**2, 16)).unflatten(-1, (3, 2, 8)).unbind(2)
+    assert not v.any()
+    rotary = model.positions.rotary(SIZE**2, None)
+    scores = torch.einsum("bqhd,bkhd->bhqk", rotate(q, *rotary), rotate(k, *rotary))[0, 1] / 8**0.5
+    dy, dx = 3, 2
+    frequencies = model.positions.frequencies
+    cosines = (dy * frequencies).cos().sum() + (dx * frequencies).cos().sum()
+    torch.testing.assert_close(scores[0, dy * SIZE + dx], 1.5**2 * cosines / 8**0.5)
+    assert scores[0].argmax() == 0
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
@@ -196,6 +221,7 @@ def test_flops_are_told_where_all_pixels_count():
         ({"embedding": "patch"}, "embedding must be one of token, pixel"),
         ({"pooling": "last"}, "pooling must be one of mean, max, cls"),
         ({"num_towers": 3}, "num_towers must be 1 or 2"),
+        ({"nearness": 1.5}, "nearness must be at least 0, and 0 without positions=rotary_2d"),
         ({"image_size": 5}, "max_seqlen must be image_size .. 2 = 25, got 40"),
         ({"foreground": True}, "foreground needs an image_size"),
         ({"num_towers": 2, "num_dense_classes": 2}, "dense head needs one tower"),
