@@ -22,7 +22,8 @@ Barriers and their arrival counts, one phase for each use of the buffer:
     k_full, v_full    1: the producer's expect, completed by the bytes of two TMA loads. Used once.
     q_full            1: the expect, completed by the bytes of Q.
     do_full           2: the expect, completed by the bytes of dO, and the producer once its threads
-                      have stored the words of the rows, and the number of a listed tile.
+                      have stored the words of the rows, lse, delta, dropout keys, and with a block
+                      mask the number of the tile.
     empty             2: each consumer, when its warpgroup has waited for the products that read Q
                       and dO and holds the words in registers.
     ds_full           2: each consumer after its half of dS^T is stored and fenced.
@@ -101,8 +102,9 @@ def _dq_columns(keys, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr):
 
 @jit
 def _hide_unseen(
-    scores, tile, seen, lists, patterns, is_partial, BLOCK_M: gl.constexpr, HAS_LEFT: gl.constexpr,
-    IS_CUT: gl.constexpr, SUB: gl.constexpr, HAS_TOKENS: gl.constexpr, MASK_N: gl.constexpr,
+    scores, tile, seen, lists, patterns, is_partial, BLOCK_M: gl.constexpr,
+    HAS_LEFT: gl.constexpr, IS_CUT: gl.constexpr, SUB: gl.constexpr, HAS_TOKENS: gl.constexpr,
+    MASK_N: gl.constexpr,
 ):  # fmt: skip
     """-inf in S^T [KEYS, BLOCK_M] where a query does not see a key.
 
@@ -154,6 +156,7 @@ def _consume(
     IS_CUT: gl.constexpr = HAS_LEFT or HAS_RIGHT or HAS_TAIL
     q_smem, dout_smem, k_smem, v_smem = buffers
     lse_smem, delta_smem, row_keys_smem, row_multipliers_smem = row_buffers
+    listed_tiles, listed_patterns = numbers
     k_full, v_full, q_full, do_full, empty = barriers
     dtype: gl.constexpr = q_smem.dtype
     k = k_smem.index(CONSUMER).reshape([KEYS, HEADDIM])
@@ -208,7 +211,7 @@ def _consume(
             )
             mbarrier.wait(do_full.index(stage), phase)
             if SUB > 0:
-                tile = get(numbers[0], stage)
+                tile = get(listed_tiles, stage)
             else:
                 tile = begin + step
             dprobs_token = warpgroup_mma(
@@ -216,7 +219,7 @@ def _consume(
             )
             scores, dprobs_token = warpgroup_mma_wait(1, deps=[scores_token, dprobs_token])
             scores = _hide_unseen(
-                scores, tile, seen, walk[0], (numbers[1], stage), step < num_partial, BLOCK_M,
+                scores, tile, seen, walk[0], (listed_patterns, stage), step < num_partial, BLOCK_M,
                 HAS_LEFT, IS_CUT, SUB, HAS_TOKENS, MASK_N,
             )  # fmt: skip
             lse = lse_smem.index(stage).load(ROW)
