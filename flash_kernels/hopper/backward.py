@@ -22,8 +22,7 @@ Barriers and their arrival counts, one phase for each use of the buffer:
     k_full, v_full    1: the producer's expect, completed by the bytes of two TMA loads. Used once.
     q_full            1: the expect, completed by the bytes of Q.
     do_full           2: the expect, completed by the bytes of dO, and the producer once its threads
-                      have stored the words of the rows, lse, delta, dropout keys, and with a block
-                      mask the number of the tile.
+                      have stored the words of the rows: lse, delta, dropout keys.
     empty             2: each consumer, when its warpgroup has waited for the products that read Q
                       and dO and holds the words in registers.
     ds_full           2: each consumer after its half of dS^T is stored and fenced.
@@ -35,7 +34,7 @@ i + 2 has passed ds_full of i + 1, at which the other arrived after it waited fo
 
 from ..portable import tiles
 from .addressing import coordinates, sequence_place
-from .backward_producer import BLOCK_KEYS, KEYS, produce, walk_of_head
+from .backward_producer import BLOCK_KEYS, KEYS, produce, tile_at, walk_of_head
 from .gluon_api import (
     arrive_warpgroup,
     dscores_of_signed,
@@ -54,7 +53,6 @@ from .gluon_api import (
     warpgroup_mma_wait,
 )
 from .masking import hide, hide_tokens
-from .tile_lists import VECTOR, allocate_tiles, get
 
 
 @jit
@@ -102,16 +100,14 @@ def _dq_columns(keys, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr):
 
 @jit
 def _hide_unseen(
-    scores, tile, seen, lists, patterns, is_partial, BLOCK_M: gl.constexpr,
-    HAS_LEFT: gl.constexpr, IS_CUT: gl.constexpr, SUB: gl.constexpr, HAS_TOKENS: gl.constexpr,
-    MASK_N: gl.constexpr,
+    scores, tile, seen, walk, position, is_partial, BLOCK_M: gl.constexpr, HAS_LEFT: gl.constexpr,
+    IS_CUT: gl.constexpr, SUB: gl.constexpr, HAS_TOKENS: gl.constexpr, MASK_N: gl.constexpr,
 ):  # fmt: skip
     """-inf in S^T [KEYS, BLOCK_M] where a query does not see a key.
 
     seen: (first query row that sees each key, and the one after the last; the tiles that begin
     before `cut` or end behind `cut_left` need the mask; the first key in its block of the mask).
     With a block mask those before its full blocks do. Without IS_CUT every key is seen.
-    patterns: where the number of the block's token mask is in shared memory, for tile_lists.get.
     """
     starts, ends, cut, cut_left, mask_line = seen
     row_begin = tile * BLOCK_M
@@ -121,8 +117,7 @@ def _hide_unseen(
             if HAS_LEFT:
                 scores = hide(scores, ends - row_begin, BEFORE=False)
             if HAS_TOKENS:
-                pattern = get(*patterns)
-                scores = hide_tokens(scores, lists[3], tile, pattern, mask_line, SUB, MASK_N)
+                scores = hide_tokens(scores, walk[0], position, mask_line, SUB, MASK_N)
     elif IS_CUT:
         if row_begin < cut:
             scores = hide(scores, starts - row_begin, BEFORE=True)
@@ -134,9 +129,9 @@ def _hide_unseen(
 
 @jit
 def _consume(
-    descs, column_keys_ptr, buffers, row_buffers, numbers, ds_smem, dq_smem, barriers, ds_full,
-    done, position, walk, keys_end, seqlen_k, window, column_strides, scale_log2, dk_scale,
-    dv_scale, threshold, CONSUMER: gl.constexpr, HEADDIM: gl.constexpr, BLOCK_M: gl.constexpr,
+    descs, column_keys_ptr, buffers, row_buffers, ds_smem, dq_smem, barriers, ds_full, done,
+    position, walk, keys_end, seqlen_k, window, column_strides, scale_log2, dk_scale, dv_scale,
+    threshold, CONSUMER: gl.constexpr, HEADDIM: gl.constexpr, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr, IS_RAGGED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_TAIL: gl.constexpr, HAS_DROPOUT: gl.constexpr, SUB: gl.constexpr, HAS_TOKENS: gl.constexpr,
     MASK_N: gl.constexpr,
@@ -156,7 +151,6 @@ def _consume(
     IS_CUT: gl.constexpr = HAS_LEFT or HAS_RIGHT or HAS_TAIL
     q_smem, dout_smem, k_smem, v_smem = buffers
     lse_smem, delta_smem, row_keys_smem, row_multipliers_smem = row_buffers
-    listed_tiles, listed_patterns = numbers
     k_full, v_full, q_full, do_full, empty = barriers
     dtype: gl.constexpr = q_smem.dtype
     k = k_smem.index(CONSUMER).reshape([KEYS, HEADDIM])
@@ -200,6 +194,7 @@ def _consume(
         if HAS_DROPOUT:
             column_keys = gl.load(column_keys_ptr + head.to(gl.int64) * column_strides[1] + cols)
         for step in range(num_tiles):
+            tile = tile_at(walk, begin + step, SUB)
             stage, phase = ring(index, STAGES)
             half, half_phase = ring(index, 2)
             q = q_smem.index(stage).reshape([BLOCK_M, HEADDIM])
@@ -210,17 +205,13 @@ def _consume(
                 k, q.permute([1, 0]), zero_scores, use_acc=False, is_async=True
             )
             mbarrier.wait(do_full.index(stage), phase)
-            if SUB > 0:
-                tile = get(listed_tiles, stage)
-            else:
-                tile = begin + step
             dprobs_token = warpgroup_mma(
                 v, dout.permute([1, 0]), zero_scores, use_acc=False, is_async=True
             )
             scores, dprobs_token = warpgroup_mma_wait(1, deps=[scores_token, dprobs_token])
             scores = _hide_unseen(
-                scores, tile, seen, walk[0], (listed_patterns, stage), step < num_partial, BLOCK_M,
-                HAS_LEFT, IS_CUT, SUB, HAS_TOKENS, MASK_N,
+                scores, tile, seen, walk, begin + step, step < num_partial, BLOCK_M, HAS_LEFT,
+                IS_CUT, SUB, HAS_TOKENS, MASK_N,
             )  # fmt: skip
             lse = lse_smem.index(stage).load(ROW)
             probs = gl.exp2(scores * scale_log2 - lse[None, :])
@@ -347,6 +338,7 @@ def attention_backward_kernel(
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], dtype)
     ds_smem = gl.allocate_shared_memory(dtype, [4, KEYS, BLOCK_M], DS)
     dq_smem = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
     row_keys_smem = lse_smem
@@ -354,9 +346,6 @@ def attention_backward_kernel(
     if HAS_DROPOUT:
         row_keys_smem = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], VECTOR)
         row_multipliers_smem = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], VECTOR)
-    numbers = (lse_smem, lse_smem)
-    if MASK_N > 0:
-        numbers = allocate_tiles(STAGES, HAS_TOKENS)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     k_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
@@ -384,19 +373,19 @@ def attention_backward_kernel(
     gl.warp_specialize([
         (produce, (
             (q_desc, dout_desc, k_desc, v_desc), (words_ptr, int_words_ptr), buffers, row_buffers,
-            numbers, barriers, position, walk, lse_strides, BLOCK_M, STAGES, IS_RAGGED, HAS_DROPOUT,
-            SUB, HAS_TOKENS, MASK_N,
+            barriers, position, walk, lse_strides, BLOCK_M, STAGES, IS_RAGGED, HAS_DROPOUT, SUB,
+            MASK_N,
         )),
         (_consume, (
-            (dk_desc, dv_desc, dq_desc), column_keys_ptr, buffers, row_buffers, numbers, ds_smem,
-            dq_smem, barriers, ds_full, done, position, walk, keys_end, seqlen_k, window,
-            column_strides, scale_log2, dk_scale, dv_scale, threshold, 0, HEADDIM, BLOCK_M, STAGES,
-            IS_RAGGED, HAS_LEFT, HAS_RIGHT, HAS_TAIL, HAS_DROPOUT, SUB, HAS_TOKENS, MASK_N,
+            (dk_desc, dv_desc, dq_desc), column_keys_ptr, buffers, row_buffers, ds_smem, dq_smem,
+            barriers, ds_full, done, position, walk, keys_end, seqlen_k, window, column_strides,
+            scale_log2, dk_scale, dv_scale, threshold, 0, HEADDIM, BLOCK_M, STAGES, IS_RAGGED,
+            HAS_LEFT, HAS_RIGHT, HAS_TAIL, HAS_DROPOUT, SUB, HAS_TOKENS, MASK_N,
         )),
         (_consume, (
-            (dk_desc, dv_desc, dq_desc), column_keys_ptr, buffers, row_buffers, numbers, ds_smem,
-            dq_smem, barriers, ds_full, done, position, walk, keys_end, seqlen_k, window,
-            column_strides, scale_log2, dk_scale, dv_scale, threshold, 1, HEADDIM, BLOCK_M, STAGES,
-            IS_RAGGED, HAS_LEFT, HAS_RIGHT, HAS_TAIL, HAS_DROPOUT, SUB, HAS_TOKENS, MASK_N,
+            (dk_desc, dv_desc, dq_desc), column_keys_ptr, buffers, row_buffers, ds_smem, dq_smem,
+            barriers, ds_full, done, position, walk, keys_end, seqlen_k, window, column_strides,
+            scale_log2, dk_scale, dv_scale, threshold, 1, HEADDIM, BLOCK_M, STAGES, IS_RAGGED,
+            HAS_LEFT, HAS_RIGHT, HAS_TAIL, HAS_DROPOUT, SUB, HAS_TOKENS, MASK_N,
         )),
     ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip

@@ -3,7 +3,6 @@
 from ..portable import sparse
 from .addressing import coordinates
 from .gluon_api import arrive_warpgroup, gl, jit, mbarrier, ring, tma_load
-from .tile_lists import load_blocks, next_tile, put
 
 # Keys of a consumer, and of a block.
 KEYS: gl.constexpr = gl.constexpr(64)
@@ -25,10 +24,19 @@ def walk_of_head(walk, batch_index, head, col_begin, SUB: gl.constexpr, MASK_N: 
 
 
 @jit
+def tile_at(walk, position, SUB: gl.constexpr):
+    """The query tile at a position of the walk."""
+    if SUB > 0:
+        return sparse.listed_tile(walk[0], position, SUB)
+    else:
+        return position
+
+
+@jit
 def produce(
-    descs, row_ptrs, buffers, row_buffers, numbers, barriers, position, walk, lse_strides,
+    descs, row_ptrs, buffers, row_buffers, barriers, position, walk, lse_strides,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IS_RAGGED: gl.constexpr,
-    HAS_DROPOUT: gl.constexpr, SUB: gl.constexpr, HAS_TOKENS: gl.constexpr, MASK_N: gl.constexpr,
+    HAS_DROPOUT: gl.constexpr, SUB: gl.constexpr, MASK_N: gl.constexpr,
 ):  # fmt: skip
     """Load K and V once, then Q and dO with their row vectors. row_ptrs point at this sequence of
     the packed ones."""
@@ -54,15 +62,8 @@ def produce(
         offset = batch_index.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
         offset *= 4
         begin, _, num_tiles = walk_of_head(walk, batch_index, head, col_begin, SUB, MASK_N)
-        if SUB > 0:
-            blocks = load_blocks(walk[0], begin, begin + num_tiles, SUB * BLOCK_M, SUB, HAS_TOKENS)
         for step in range(num_tiles):
-            if SUB > 0:
-                tile, pattern, blocks = next_tile(
-                    walk[0], blocks, begin, step, begin + num_tiles, SUB * BLOCK_M, SUB, HAS_TOKENS
-                )
-            else:
-                tile = begin + step
+            tile = tile_at(walk, begin + step, SUB)
             stage, phase = ring(index, STAGES)
             rows = tile * BLOCK_M + gl.arange(0, BLOCK_M, THREADS)
             coords = coordinates(place_q, head, tile * BLOCK_M, 0, IS_RAGGED)
@@ -81,11 +82,6 @@ def produce(
             tma_load(q_desc, coords, q_full.index(stage), q_smem.index(stage))
             mbarrier.expect(do_full.index(stage), dout_desc.block_type.nbytes)
             tma_load(dout_desc, coords, do_full.index(stage), dout_smem.index(stage))
-            if SUB > 0:
-                listed_tiles, listed_patterns = numbers
-                put(listed_tiles, stage, tile)
-                if HAS_TOKENS:
-                    put(listed_patterns, stage, pattern)
             lse_smem.index(stage).store(lse)
             delta_smem.index(stage).store(delta)
             if HAS_DROPOUT:

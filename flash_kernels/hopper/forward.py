@@ -13,18 +13,17 @@ softmax. What differs: consumers are not synchronised with each other.
 
 Barriers and their arrival counts, one phase for each use of the buffer:
     q_full[t, c]      1: the producer's expect, completed by the bytes of the TMA load, or its
-                      arrival when no row tile is left. It publishes the number of the row tile
-                      and the size of its list, too. Row tiles take the two sets t of Q buffers in
-                      turn.
+                      arrival when no row tile is left. It publishes the number of the row tile,
+                      too. Row tiles take the two sets t of Q buffers in turn.
     q_empty[t, c]     1: consumer c, once TMA has read the output that it left in the buffer.
-    k_full, v_full    1: like q_full. k_full publishes the number of a listed tile, too.
+    k_full, v_full    1: like q_full.
     k_empty, v_empty  NUM_CONSUMERS: every consumer, once each tile, after its warpgroup waited for
-                      the matrix instructions that read the buffer, and holds the tile's number.
+                      the matrix instructions that read the buffer.
 """
 
 from ..portable import tiles
 from .addressing import coordinates
-from .forward_producer import ROWS, locate, produce, receive, receive_tile
+from .forward_producer import ROWS, locate, produce, receive, tile_at
 from .gluon_api import (
     arrive_warpgroup,
     fence_async_shared,
@@ -39,30 +38,28 @@ from .gluon_api import (
     zero_dropped,
 )
 from .masking import hide, hide_tokens
-from .tile_lists import VECTOR, allocate_tiles
 
 
 @jit
 def _softmax(
-    scores, row_max, row_sum, seen, lists, start, index, listed, scale_log2,
-    BLOCK_N: gl.constexpr, SUB: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_TOKENS: gl.constexpr,
-    MASK_M: gl.constexpr, MASKED: gl.constexpr,
+    scores, row_max, row_sum, seen, lists, start, index, scale_log2, BLOCK_N: gl.constexpr,
+    SUB: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_TOKENS: gl.constexpr, MASK_M: gl.constexpr,
+    MASKED: gl.constexpr,
 ):  # fmt: skip
     """Online softmax in base 2: (probabilities, row_max, row_sum, decay of what came before).
 
     seen: (begin and end of the keys that each row sees; positions before `full` and from `left` on
     hold tiles that they cut; the first row in its block of the mask). Without MASKED none is cut.
-    listed: of receive_tile.
     """
     starts, limits, full, left, mask_line = seen
     if MASKED:
         if index < full:
-            tile, pattern = listed
+            tile = tile_at(lists, start, index, SUB)
             scores = hide(scores, limits - tile * BLOCK_N, BEFORE=False)
             if HAS_LEFT and SUB > 0:
                 scores = hide(scores, starts - tile * BLOCK_N, BEFORE=True)
             if HAS_TOKENS:
-                scores = hide_tokens(scores, lists[3], tile, pattern, mask_line, SUB, MASK_M)
+                scores = hide_tokens(scores, lists, start + index, mask_line, SUB, MASK_M)
         if HAS_LEFT and SUB == 0:
             if index >= left:
                 scores = hide(scores, starts - (start - index) * BLOCK_N, BEFORE=True)
@@ -81,16 +78,16 @@ def _softmax(
 
 @jit
 def _load_column_keys(
-    column_keys_ptr, tile, keys_end, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
+    column_keys_ptr, lists, start, index, keys_end, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
     SUB: gl.constexpr, HAS_DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Dropout keys of a tile's columns [BLOCK_N]; without dropout anything, which nothing uses.
 
-    A block mask lists tiles behind the end of a sequence, where any keys serve.
+    A block mask lists tiles behind the end of a short packed sequence, where any keys serve.
     """
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
     if HAS_DROPOUT:
-        begin = tile * BLOCK_N
+        begin = tile_at(lists, start, index, SUB) * BLOCK_N
         if SUB > 0:
             begin = gl.minimum(begin, gl.maximum(keys_end - 1, 0))
         return gl.load(column_keys_ptr + begin + cols)
@@ -112,7 +109,7 @@ def _attend_tile(
 
     On entry the K tile has arrived; on exit so has the next one, if there is one.
     """
-    numbers, q_smem, k_smem, v_smem = buffers
+    q_smem, k_smem, v_smem = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     row_keys, row_multipliers = dropout_rows
     stage, _ = ring(base + index, STAGES)
@@ -121,18 +118,17 @@ def _attend_tile(
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     k = k_smem.index(stage).reshape([BLOCK_N, q.shape[1]])
     v = v_smem.index(stage_before).reshape([BLOCK_N, q.shape[1]])
-    listed = receive_tile(numbers, stage, start, index, SUB, HAS_TOKENS)
 
     scores_token = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(stage_before), phase_before)
     acc_token = warpgroup_mma(probs, v, acc, is_async=True)
     column_keys = _load_column_keys(
-        column_keys_ptr, listed[0], keys_end, SCORES, BLOCK_N, SUB, HAS_DROPOUT
+        column_keys_ptr, lists, start, index, keys_end, SCORES, BLOCK_N, SUB, HAS_DROPOUT
     )
     scores, acc_token = warpgroup_mma_wait(1, deps=[scores_token, acc_token])
     values, row_max, row_sum, decay = _softmax(
-        scores, row_max, row_sum, seen, lists, start, index, listed, scale_log2, BLOCK_N, SUB,
-        HAS_LEFT, HAS_TOKENS, MASK_M, MASKED,
+        scores, row_max, row_sum, seen, lists, start, index, scale_log2, BLOCK_N, SUB, HAS_LEFT,
+        HAS_TOKENS, MASK_M, MASKED,
     )  # fmt: skip
     # This wait ends the basic block. Without it ptxas moves the next one, which nothing ties to the
     # softmax, ahead of every exponential, and the products no longer run beside them.
@@ -152,8 +148,8 @@ def _attend_tile(
 
 @jit
 def _attend_rows(
-    out_desc, row_ptrs, buffers, barriers, lists, place_q, keys_end, head, row_begin, walk,
-    window, slot, turn, base, scale_log2, threshold, keep_scale, CONSUMER: gl.constexpr,
+    out_desc, row_ptrs, buffers, barriers, lists, place_q, keys_end, head, row_begin, walk, window,
+    slot, turn, base, scale_log2, threshold, keep_scale, CONSUMER: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr, HEADDIM: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, IS_RAGGED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_TAIL: gl.constexpr, HAS_DROPOUT: gl.constexpr, SUB: gl.constexpr, MASK_M: gl.constexpr,
@@ -168,10 +164,10 @@ def _attend_rows(
     PROBS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     MASKED: gl.constexpr = HAS_LEFT or HAS_RIGHT or SUB > 0
-    numbers, q_smem, k_smem, v_smem = buffers
+    q_smem, k_smem, v_smem = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     lse_ptr, row_keys_ptr, row_multipliers_ptr, column_keys_ptr = row_ptrs
-    num_tiles, start, num_partial, seqlen_k, _ = walk
+    num_tiles, start, num_partial, seqlen_k = walk
     seqlen_q = place_q[2]
     window_left, window_right = window
     q = q_smem.index(slot).reshape([ROWS, HEADDIM])
@@ -230,9 +226,8 @@ def _attend_rows(
     mbarrier.wait(k_full.index(stage), phase)
     k = k_smem.index(stage).reshape([BLOCK_N, HEADDIM])
     scores_token = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    listed = receive_tile(numbers, stage, start, first, SUB, HAS_TOKENS)
     column_keys = _load_column_keys(
-        column_keys_ptr, listed[0], keys_end, SCORES, BLOCK_N, SUB, HAS_DROPOUT
+        column_keys_ptr, lists, start, first, keys_end, SCORES, BLOCK_N, SUB, HAS_DROPOUT
     )
     if turn > 0:
         # By now TMA has read the output of the row tile before.
@@ -241,8 +236,8 @@ def _attend_rows(
     scores = warpgroup_mma_wait(0, deps=[scores_token])
     arrive_warpgroup(k_empty.index(stage))
     values, row_max, row_sum, _ = _softmax(
-        scores, row_max, row_sum, seen, lists, start, first, listed, scale_log2, BLOCK_N, SUB,
-        HAS_LEFT, HAS_TOKENS, MASK_M, MASKED or HAS_TAIL,
+        scores, row_max, row_sum, seen, lists, start, first, scale_log2, BLOCK_N, SUB, HAS_LEFT,
+        HAS_TOKENS, MASK_M, MASKED or HAS_TAIL,
     )  # fmt: skip
     if HAS_DROPOUT:
         values = zero_dropped(
@@ -286,15 +281,14 @@ def _consume(
     """The rows of one consumer in every row tile."""
     lse_ptr, row_keys_ptr, row_multipliers_ptr, column_keys_ptr = row_ptrs
     lse_strides, column_strides = row_strides
-    numbers = buffers[0]
-    SUB: gl.constexpr = MASK_N // BLOCK_N
+    items, q_smem, k_smem, v_smem = buffers
     turn = sizes[0] * 0
     base = turn
-    item, listed, slot = receive(numbers, barriers[0], turn, CONSUMER, NUM_CONSUMERS, SUB)
+    item, slot = receive(items, barriers[0], turn, CONSUMER, NUM_CONSUMERS)
     while item >= 0:
         place_q, place_k, head, row_begin, walk = locate(
-            item, listed, index_ptrs, sizes, window, NUM_CONSUMERS * ROWS, BLOCK_N, IS_VARLEN,
-            HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, MASK_M, MASK_N,
+            item, index_ptrs, sizes, window, NUM_CONSUMERS * ROWS, BLOCK_N, IS_VARLEN, HAS_LENGTHS,
+            HAS_LEFT, HAS_RIGHT, MASK_M, MASK_N,
         )  # fmt: skip
         batch_64, head_64 = place_q[0].to(gl.int64), head.to(gl.int64)
         offset = batch_64 * lse_strides[0] + head_64 * lse_strides[1]
@@ -310,14 +304,15 @@ def _consume(
         else:
             own_ptrs = (lse_ptr + offset, None, None, None)
         _attend_rows(
-            out_desc, own_ptrs, buffers, barriers, index_ptrs[3], place_q, place_k[2], head,
-            row_begin, walk, window, slot, turn, base, scale_log2, threshold, keep_scale, CONSUMER,
-            NUM_CONSUMERS, HEADDIM, BLOCK_N, STAGES, IS_VARLEN or HAS_LENGTHS, HAS_LEFT, HAS_RIGHT,
-            HAS_TAIL, HAS_DROPOUT, SUB, MASK_M, HAS_TOKENS,
+            out_desc, own_ptrs, (q_smem, k_smem, v_smem), barriers, index_ptrs[3], place_q,
+            place_k[2], head, row_begin, walk, window, slot, turn, base, scale_log2, threshold,
+            keep_scale, CONSUMER, NUM_CONSUMERS, HEADDIM, BLOCK_N, STAGES,
+            IS_VARLEN or HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, HAS_TAIL, HAS_DROPOUT,
+            MASK_N // BLOCK_N, MASK_M, HAS_TOKENS,
         )  # fmt: skip
         turn += 1
         base += walk[0]
-        item, listed, slot = receive(numbers, barriers[0], turn, CONSUMER, NUM_CONSUMERS, SUB)
+        item, slot = receive(items, barriers[0], turn, CONSUMER, NUM_CONSUMERS)
     store_wait(0)
 
 
@@ -372,20 +367,15 @@ def attention_forward_kernel(
         mbarrier.init(v_empty.index(stage), count=NUM_CONSUMERS)
     fence_async_shared()
 
-    items = gl.allocate_shared_memory(gl.int32, [2, 1], VECTOR)
-    numbers = (items, items, items, items)
-    if MASK_N > 0:
-        list_sizes = gl.allocate_shared_memory(gl.int32, [4, 1], VECTOR)
-        listed_tiles, listed_patterns = allocate_tiles(STAGES, HAS_TOKENS)
-        numbers = (items, list_sizes, listed_tiles, listed_patterns)
-    buffers = (numbers, q_smem, k_smem, v_smem)
+    items = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    buffers = (items, q_smem, k_smem, v_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if NUM_CONSUMERS == 2:
         gl.warp_specialize([
             (produce, (
                 (q_desc, k_desc, v_desc), buffers, barriers, counter_ptr, index_ptrs, sizes,
                 group_size, num_items, window, NUM_CONSUMERS, BLOCK_N, STAGES, IS_VARLEN,
-                HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, MASK_M, MASK_N, HAS_TOKENS,
+                HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, MASK_M, MASK_N,
             )),
             (_consume, (
                 out_desc, row_ptrs, row_strides, buffers, barriers, index_ptrs, sizes, window,
@@ -405,7 +395,7 @@ def attention_forward_kernel(
             (produce, (
                 (q_desc, k_desc, v_desc), buffers, barriers, counter_ptr, index_ptrs, sizes,
                 group_size, num_items, window, NUM_CONSUMERS, BLOCK_N, STAGES, IS_VARLEN,
-                HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, MASK_M, MASK_N, HAS_TOKENS,
+                HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, MASK_M, MASK_N,
             )),
             (_consume, (
                 out_desc, row_ptrs, row_strides, buffers, barriers, index_ptrs, sizes, window,

@@ -29,10 +29,8 @@ def hide(scores, bounds, BEFORE: gl.constexpr):
 
 
 @jit
-def hide_tokens(
-    scores, masks_ptr, tile, pattern, line, SUB: gl.constexpr, LINES: gl.constexpr
-):  # fmt: skip
-    """-inf where token mask `pattern` of the block that holds a tile is zero; -1 masks nothing.
+def hide_tokens(scores, lists, position, line, SUB: gl.constexpr, LINES: gl.constexpr):
+    """-inf where the token mask of the tile at `position` of a block mask's lists is zero.
 
     scores: [ROWS, COLUMNS], from line `line` of their block on. SUB tiles lie in the block side by
     side; it has LINES lines of SUB * COLUMNS tokens, bits of int32 words (pack_tokens of
@@ -47,8 +45,9 @@ def hide_tokens(
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, GROUPED)))
     groups = gl.arange(0, COLUMNS // 32, gl.SliceLayout(0, gl.SliceLayout(2, GROUPED)))
     within = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, GROUPED)))
-    words_ptr = masks_ptr + gl.maximum(pattern, 0).to(gl.int64) * (LINES * LINE_WORDS)
-    words_ptr += line * LINE_WORDS + (tile % SUB) * (COLUMNS // 32)
+    pattern = gl.load(lists[2] + position // SUB)
+    words_ptr = lists[3] + gl.maximum(pattern, 0).to(gl.int64) * (LINES * LINE_WORDS)
+    words_ptr += line * LINE_WORDS + (position % SUB) * (COLUMNS // 32)
     offsets = rows.expand_dims(1) * LINE_WORDS + groups.expand_dims(0)
     # A block that only the lengths or a window cut has no token mask: all bits set.
     words = gl.load(words_ptr + offsets, mask=offsets * 0 + pattern >= 0, other=-1)

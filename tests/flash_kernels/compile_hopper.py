@@ -104,7 +104,6 @@ def describe_loop(instructions: list[str]) -> dict:
         "products": names.count("HGMMA"),
         "exponentials": names.count("MUFU"),
         "spills": names.count("STL") + names.count("LDL"),
-        "global_loads": names.count("LDG"),
         # Behind the wait for the scores and the one for dP^T: dv, dk and dq, in flight together.
         "products_at_end": names[waits[1] :].count("HGMMA") if len(waits) > 1 else 0,
         # Between the wait for the scores and the wait for the other products.
@@ -134,7 +133,6 @@ def figures(kernel) -> dict:
         "spills": int(re.search(r"(\d+) bytes spill stores", log)[1]),
         "warnings": [line for line in log.splitlines() if "C75" in line or "warning" in line],
         "products": len(re.findall(r"\bHGMMA\b", code)),
-        "warp_sums": kernel.asm["ptx"].count("redux.sync"),
         "asynchronous_arrivals": kernel.asm["ptx"].count("cp.async.mbarrier.arrive"),
         "loops": [describe_loop(loop) for loop in loops_with_products(code)],
     }

@@ -37,18 +37,6 @@ def test_matches_reference(block_m, block_n, causal, headdim, dtype):
     )
 
 
-@pytest.mark.parametrize("headdim", [64, 128])
-@pytest.mark.parametrize("block,seqlen", [(128, 8500), (256, 8700)])
-def test_lists_longer_than_a_warp(block, seqlen, headdim):
-    num_blocks = -(-seqlen // block)
-    blocks = random_blocks(2, num_blocks, num_blocks, density=0.97)
-    # Lists of every length around 32 and 64 blocks, from none on.
-    blocks[0] &= torch.ones_like(blocks[0]).tril(-1)
-    mask = BlockMask.from_dense(blocks[None], block, block, seqlen_q=seqlen, seqlen_k=seqlen)
-    qkv = testing.make_qkv(1, seqlen, seqlen, 2, headdim, dtype=torch.bfloat16, device="cuda")
-    testing.assert_matches_reference("block_sparse_attention", qkv, block_mask=mask)
-
-
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(100, 7), softcap=4.0)])
 def test_token_masks_match_reference(options):
     token = random_blocks(500, 611, density=0.3, seed=1)

@@ -36,10 +36,6 @@ def check(kernel: dict, most_spills: int) -> None:
     assert not kernel["warnings"], kernel["warnings"]
     # They get lost when the GPU is shared: gluon_api.arrive_warpgroup.
     assert kernel["asynchronous_arrivals"] == 0, kernel
-    if kernel["options"] == ["blocks"]:
-        # The producer picks listed tiles from registers, and no consumer reads a list.
-        assert kernel["warp_sums"] >= 1, kernel
-        assert all(loop["global_loads"] == 0 for loop in kernel["loops"]), kernel
 
 
 def check_forward(kernel: dict) -> None:
@@ -79,7 +75,6 @@ CASES = [
     (64, "bf16", ["causal"]),
     (64, "fp16", ["causal", "dropout"]),
     (64, "bf16", ["varlen", "window", "dropout"]),
-    (64, "bf16", ["blocks"]),
     (64, "bf16", ["tokens", "causal"]),
     (128, "bf16", ["causal"]),
     (128, "fp16", ["varlen", "dropout"]),
