@@ -144,6 +144,7 @@ class LongRangeClassifier(nn.Module):
                 resid_dropout=resid_dropout,
                 attention=layer_attention(attention, layer),
                 layer=layer,
+                fused=False,  # small models wait for the host, not for memory
             )
             for layer in range(depth)
         )
@@ -260,7 +261,7 @@ class LongRangeClassifier(nn.Module):
         branch = None
         for block in self.blocks:
             x, branch = block(x, branch, **options)
-        return add_and_norm(x, branch, self.norm, self.resid_dropout, fused=True)[1]
+        return add_and_norm(x, branch, self.norm, self.resid_dropout, fused=False)[1]
 
     def _masked_hidden(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """All pixels, the non-zero ones first: a key mask is then a length, which kernels serve."""
