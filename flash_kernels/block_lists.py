@@ -70,6 +70,16 @@ def sort_blocks(
     return lists[0], lists[1]
 
 
+def list_visible(visible: Tensor, is_full: Tensor) -> Blocks:
+    """The blocks where `visible` is True, none with a token mask yet.
+
+    visible, is_full: bool (mask_batch, mask_heads, rows, cols).
+    """
+    b, h, rows, cols = visible.nonzero().unbind(-1)
+    patterns = torch.full_like(rows, -1, dtype=torch.int32)
+    return Blocks(b * visible.shape[1] + h, rows, cols, patterns, is_full[b, h, rows, cols])
+
+
 def list_blocks(rows: BlockLists) -> Blocks:
     """The inverse of sort_blocks, from the lists along rows."""
     num_rows, num_blocks = rows.bounds.shape[2], rows.indices.shape[0]

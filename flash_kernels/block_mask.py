@@ -20,6 +20,7 @@ from .block_lists import (
     MaskFunction,
     evaluate_blocks,
     list_blocks,
+    list_visible,
     restrict_blocks,
     sort_blocks,
 )
@@ -30,7 +31,6 @@ from .block_picture import draw_svg, draw_text
 if TYPE_CHECKING:  # its import takes seconds: the compiler's
     from torch.nn.attention import flex_attention
 
-_FORMAT = "flash_kernels.BlockMask 1"
 _SIZES = ("seqlen_q", "seqlen_k", "block_m", "block_n")
 # Results kept on a mask; a training loop with ever new lengths must not grow without bound.
 _MAX_KEPT = 32
@@ -184,13 +184,9 @@ class BlockMask:
             lengths: (seqlen_q, seqlen_k). block_sizes: (block_m, block_n).
         """
         mask_batch, mask_heads, num_rows, num_cols = visible.shape
-        b, h, rows, cols = visible.nonzero().unbind(-1)
-        patterns = torch.full_like(rows, -1, dtype=torch.int32)
         if is_full is None:
-            full = torch.full_like(rows, fn is None, dtype=torch.bool)
-        else:
-            full = is_full[b, h, rows, cols]
-        blocks = Blocks(b * mask_heads + h, rows, cols, patterns, full)
+            is_full = torch.tensor(fn is None, device=visible.device).expand_as(visible)
+        blocks = list_visible(visible, is_full)
         token_masks = torch.zeros(0, *block_sizes, dtype=torch.bool, device=visible.device)
         if fn is not None:
             blocks, token_masks = evaluate_blocks(fn, blocks, mask_heads, lengths, block_sizes)
@@ -263,10 +259,8 @@ class BlockMask:
         Raises:
             ValueError: the mask does not cover the lengths, or the window is negative.
         """
-        left, right = window
-        right = 0 if causal else right
-        if min(left or 0, right or 0) < 0:
-            raise ValueError(f"window must hold numbers of keys or None, got {window}")
+        left, right = window[0], 0 if causal else window[1]
+        checks.check_window(left, right)
         seqlen_q = self.seqlen_q if seqlen_q is None else seqlen_q
         seqlen_k = self.seqlen_k if seqlen_k is None else seqlen_k
         checks.check_covered("seqlen_q", seqlen_q, self.num_rows * self.block_m)
@@ -365,7 +359,7 @@ class BlockMask:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write a file for load. A crash leaves the old file or the new one, never half of one."""
-        state = {"format": _FORMAT, "token_masks": self.token_masks, **self.rows._asdict()}
+        state = {"token_masks": self.token_masks, **self.rows._asdict()}
         state |= {name: getattr(self, name) for name in _SIZES}
         write_file(Path(path), state)
 
@@ -376,7 +370,7 @@ class BlockMask:
         Raises:
             ValueError: the file holds something else.
         """
-        state = read_file(path, device, _FORMAT)
+        state = read_file(path, device)
         rows = BlockLists(*(state[name] for name in BlockLists._fields))
         sizes = {name: state[name] for name in _SIZES}
         mask = cls(**sizes, rows=rows, cols=rows, token_masks=state["token_masks"])

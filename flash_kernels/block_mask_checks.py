@@ -1,4 +1,4 @@
-"""Checks of what BlockMask is built from: what must hold, what came, what to do."""
+"""Checks of what BlockMask is built from and restricted to."""
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ def check_shared(batch: int | None, nheads: int | None) -> None:
     for name, size in (("batch", batch), ("nheads", nheads)):
         if size is not None and size < 1:
             raise ValueError(f"{name} must be at least 1, None for one mask, got {size}")
+
+
+def check_window(left: int | None, right: int | None) -> None:
+    if min(left or 0, right or 0) < 0:
+        raise ValueError(f"window must hold numbers of keys or None, got {(left, right)}")
 
 
 def checked_matrix(name: str, matrix: Tensor, dims: str) -> Tensor:

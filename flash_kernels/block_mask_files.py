@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+_FORMAT = "flash_kernels.BlockMask 1"
+
 
 def _check_state(path: str | os.PathLike, state: dict) -> None:
     """Raise ValueError for lists that reach out of the mask: kernels follow them unchecked."""
@@ -36,7 +38,7 @@ def write_file(path: Path, state: dict) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            torch.save(state, file)
+            torch.save({"format": _FORMAT, **state}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -44,7 +46,7 @@ def write_file(path: Path, state: dict) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def read_file(path: str | os.PathLike, device: torch.device | str, expected_format: str) -> dict:
+def read_file(path: str | os.PathLike, device: torch.device | str) -> dict:
     try:
         state = torch.load(path, map_location=device, weights_only=True)
     except OSError:
@@ -54,9 +56,9 @@ def read_file(path: str | os.PathLike, device: torch.device | str, expected_form
             f"{path} is damaged, or no file of a mask ({error}): save it again"
         ) from error
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
-    if found != expected_format:
+    if found != _FORMAT:
         raise ValueError(
-            f"{path} must hold a mask that BlockMask.save wrote ({expected_format!r}), got "
+            f"{path} must hold a mask that BlockMask.save wrote ({_FORMAT!r}), got "
             f"{found!r}: save the mask again"
         )
     _check_state(path, state)

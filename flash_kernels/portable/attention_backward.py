@@ -20,7 +20,7 @@ from . import dropout, sparse, tiles
 from .dq import launch_dq, load_row_words
 from .kernel_launch import Launch
 from .launch import Problem, cdiv, heads_per_group
-from .tile_choice import Tile, choose_tile
+from .tile_choice import Tile
 
 _DELTA_ROWS = 64
 
@@ -322,7 +322,7 @@ def launch_dk_dv(
             launch_dk_dv(p, dout, row_words, keys, dk, dv, candidate)
             return dk, dv
 
-        tile = choose_tile("dk_dv", p, run)
+        tile = p.choose_tile("dk_dv", run)
     tile = p.fit(tile)
     launch = p.launch(_dk_dv_launch, tile, dout.stride(), dk.stride(), dv.stride())
     launch(p.q, p.k, p.v, dout, row_words, dk, dv, *p.index_tensors(), keys, p.col_lists)

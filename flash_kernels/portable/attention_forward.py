@@ -13,7 +13,7 @@ import triton.language as tl
 from . import dropout, sparse, tiles
 from .kernel_launch import Launch
 from .launch import Problem, cdiv, heads_per_group
-from .tile_choice import Tile, choose_tile
+from .tile_choice import Tile
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def attention_forward(
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=p.q.device)
     if out.numel() == 0:
         return out, lse
-    tile = p.fit(tile or choose_tile("forward", p, lambda t: attention_forward(p, t)))
+    tile = p.fit(tile or p.choose_tile("forward", lambda t: attention_forward(p, t)))
     launch = p.launch(_forward_launch, tile)
     with p.device_guard():
         keys = dropout.column_keys(p)

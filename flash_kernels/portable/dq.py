@@ -10,7 +10,7 @@ from torch import Tensor
 from . import dropout, sparse, tiles
 from .kernel_launch import Launch
 from .launch import Problem, cdiv, heads_per_group
-from .tile_choice import Tile, choose_tile
+from .tile_choice import Tile
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def launch_dq(
             launch_dq(p, dout, row_words, keys, dq, candidate)
             return (dq,)
 
-        tile = choose_tile("dq", p, run)
+        tile = p.choose_tile("dq", run)
     tile = p.fit(tile)
     launch = p.launch(_dq_launch, tile, dout.stride(), dq.stride())
     launch(p.q, p.k, p.v, dout, row_words, dq, *p.index_tensors(), keys, p.row_lists)

@@ -11,9 +11,10 @@ import triton
 from torch import Tensor
 
 from ..block_lists import BlockLists
-from . import tiles
+from . import tile_choice, tiles
 from .kernel_launch import Bounded, Launch
 from .tile_choice import Tile
+from .tile_search import Run, searched_tile
 
 # Windows beyond this see everything; the bound keeps row + shift + window inside int32.
 MAX_WINDOW = 2**30
@@ -157,6 +158,23 @@ class Problem:
         key = (make, arguments)
         known = self.launches.get(key)
         return known or self.launches.keep(key, make(self, *arguments))
+
+    def choose_tile(self, kernel: str, run: Run) -> Tile:
+        """use_tiles' tile if one is set, the search's with autotune, else the table's."""
+        if kernel in tile_choice.overrides:
+            return tile_choice.overrides[kernel]
+        if kernel in self.tiles:
+            return self.tiles[kernel]
+        family = tile_choice.gpu_family(self.q.device)
+        tile = tile_choice.table_tile(
+            kernel, family, self.headdim, self.q.dtype, self.dropout_p > 0.0
+        )
+        if not self.autotune:
+            self.tiles[kernel] = tile
+        elif family != "interpreter":  # there a tile's time says nothing
+            key = (kernel, self.q.device, self.q.dtype, self.group_size, *self.flags().items())
+            return searched_tile(key, tile, run)
+        return tile
 
     def fit(self, tile: Tile) -> Tile:
         """The tile itself, or with a block mask the largest part of it that divides a block."""

@@ -7,13 +7,9 @@ here depends on the lengths or the batch size.
 """
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
-
-if TYPE_CHECKING:  # it imports this file
-    from .launch import Problem
 
 
 class Tile(NamedTuple):
@@ -59,7 +55,8 @@ _SINGLE = {
 # The interpreter's time goes by tiles, not by elements.
 _INTERPRETER = Tile(32, 32, 4, 1)
 
-_overrides: dict[str, Tile] = {}
+# What use_tiles sets, by kernel.
+overrides: dict[str, Tile] = {}
 
 
 class use_tiles:
@@ -75,12 +72,12 @@ class use_tiles:
         self._tiles = tiles
 
     def __enter__(self) -> None:
-        self._before = dict(_overrides)
-        _overrides.update(self._tiles)
+        self._before = dict(overrides)
+        overrides.update(self._tiles)
 
     def __exit__(self, *_: object) -> None:
-        _overrides.clear()
-        _overrides.update(self._before)
+        overrides.clear()
+        overrides.update(self._before)
 
 
 @functools.cache
@@ -116,25 +113,3 @@ def table_tile(
     if has_dropout and (kernel, family) in _HALF_DROPOUT:
         return _HALF_DROPOUT[kernel, family][column]
     return _HALF[kernel, family][column]
-
-
-def choose_tile(kernel: str, problem: "Problem", run: Callable) -> Tile:
-    """The tile of a call: use_tiles' if one is set, the search's with autotune, else the table's.
-
-    run: launches the kernel with a tile and returns its outputs.
-    """
-    if kernel in _overrides:
-        return _overrides[kernel]
-    p = problem
-    if kernel in p.tiles:
-        return p.tiles[kernel]
-    family = gpu_family(p.q.device)
-    tile = table_tile(kernel, family, p.headdim, p.q.dtype, p.dropout_p > 0.0)
-    if not p.autotune:
-        p.tiles[kernel] = tile
-    elif family != "interpreter":  # there a tile's time says nothing
-        from .tile_search import searched_tile
-
-        key = (kernel, p.q.device, p.q.dtype, p.group_size, *p.flags().items())
-        return searched_tile(key, tile, run)
-    return tile
