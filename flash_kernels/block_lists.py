@@ -125,7 +125,7 @@ def restrict_blocks(
 
 
 def evaluate_blocks(
-    fn: MaskFunction,
+    fn: MaskFunction | None,
     blocks: Blocks,
     mask_heads: int,
     lengths: tuple[int, int],
@@ -135,7 +135,7 @@ def evaluate_blocks(
 
     Returns them with patterns and is_full set, and the distinct token masks, bool (num_patterns,
     block_m, block_n). Positions past the lengths never count and are False in the masks. Blocks
-    that are full already are not looked at.
+    that are full already are not looked at; where all are, fn may be None.
     """
     is_known = blocks.is_full
     known, unknown = blocks.select(is_known), blocks.select(~is_known)
@@ -144,6 +144,7 @@ def evaluate_blocks(
     found, tables, num_words = [known], [], 0
     for start in range(0, unknown.rows.shape[0], step):
         chunk = unknown.select(slice(start, start + step))
+        assert fn is not None
         visible, is_inside = _tokens(fn, chunk, mask_heads, lengths, block_sizes)
         is_full = visible.flatten(1).all(1)
         is_partial = visible.flatten(1).any(1) & ~is_full

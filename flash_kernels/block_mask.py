@@ -183,14 +183,12 @@ class BlockMask:
             is_full: bool of that shape, blocks that fn is not asked about; None asks about all.
             lengths: (seqlen_q, seqlen_k). block_sizes: (block_m, block_n).
         """
-        mask_batch, mask_heads, num_rows, num_cols = visible.shape
         if is_full is None:
             is_full = torch.tensor(fn is None, device=visible.device).expand_as(visible)
         blocks = list_visible(visible, is_full)
-        token_masks = torch.zeros(0, *block_sizes, dtype=torch.bool, device=visible.device)
-        if fn is not None:
-            blocks, token_masks = evaluate_blocks(fn, blocks, mask_heads, lengths, block_sizes)
-        lists = sort_blocks(blocks, mask_batch, mask_heads, num_rows, num_cols)
+        mask_heads = visible.shape[1]
+        blocks, token_masks = evaluate_blocks(fn, blocks, mask_heads, lengths, block_sizes)
+        lists = sort_blocks(blocks, *visible.shape)
         return cls(*lengths, *block_sizes, *lists, token_masks)
 
     @property
