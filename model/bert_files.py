@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from model.attention import Attention, auto_attention
@@ -30,7 +29,7 @@ from model.hf_files import (
     write_model,
     write_own,
 )
-from model.positions import extend_positions
+from model.state_dicts import extend_table
 
 
 def read_bert(
@@ -82,10 +81,7 @@ def load_bert(
     config |= {key: value for key, value in dropouts.items() if value is not None}
     if max_seqlen is not None:
         config["max_seqlen"] = max_seqlen
-        offset = config["position_offset"]
-        table = state["embeddings.positions.weight"]
-        longer = extend_positions(table[offset:], max_seqlen)
-        state["embeddings.positions.weight"] = torch.cat([table[:offset], longer])
+        extend_table(state, max_seqlen, offset=config["position_offset"])
     model = BERT(**config, attention=attention)
     model.load_state_dict(state)
     return model

@@ -24,11 +24,10 @@ from torch import Tensor
 
 from model.bert import BERT
 from model.gpt import GPT
-from model.hf import strip_prefixes
 from model.sharded import digest, is_sharded, load_whole
+from model.state_dicts import POSITION_TABLE, strip_prefixes
 
 MANIFEST = "manifest.json"
-POSITION_TABLE = "embeddings.positions.weight"  # of GPT and BERT, in their state dicts
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*\.ckpt")  # none leads out of the folder
 
 

@@ -28,7 +28,14 @@ from model.hf_files import (
     write_model,
     write_own,
 )
-from model.positions import extend_positions
+from model.state_dicts import (
+    POSITION_TABLE,
+    TOKEN_TABLE,
+    check_keys,
+    extend_table,
+    pad_rows,
+    strip_prefixes,
+)
 
 # Ours -> theirs; {} is the block. True: Conv1D, stored transposed.
 _BLOCK_KEYS = {
@@ -45,15 +52,12 @@ _BLOCK_KEYS = {
     "mlp.down.weight": ("mlp.c_proj.weight", True),
     "mlp.down.bias": ("mlp.c_proj.bias", False),
 }
-_TOKENS, _POSITIONS = "embeddings.tokens.weight", "embeddings.positions.weight"
 _TOP_KEYS = {
-    _TOKENS: ("wte.weight", False),
-    _POSITIONS: ("wpe.weight", False),
+    TOKEN_TABLE: ("wte.weight", False),
+    POSITION_TABLE: ("wpe.weight", False),
     "norm.weight": ("ln_f.weight", False),
     "norm.bias": ("ln_f.bias", False),
 }
-# What wrappers put before a key: torch.compile, DDP, a LightningModule, GPT2LMHeadModel.
-_PREFIXES = ("_orig_mod.", "module.", "model.", "transformer.")
 _TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 _GPT2_EOT = 50256
 
@@ -65,38 +69,6 @@ def _key_map(depth: int) -> dict[str, tuple[str, bool]]:
         for ours, (theirs, transposed) in _BLOCK_KEYS.items()
     }
     return {**_TOP_KEYS, **blocks}
-
-
-def strip_prefixes(
-    state: dict[str, Tensor], prefixes: tuple[str, ...] = _PREFIXES
-) -> dict[str, Tensor]:
-    """The state dict without the prefixes that wrappers put before its keys.
-
-    Raises:
-        ValueError: two keys become one.
-    """
-    stripped = {}
-    for key, value in state.items():
-        short = key
-        while prefix := next((p for p in prefixes if short.startswith(p)), None):
-            short = short.removeprefix(prefix)
-        if short in stripped:
-            raise ValueError(f"{key} and another key both mean {short}; keep one of them")
-        stripped[short] = value
-    return stripped
-
-
-def check_keys(found: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], what: str) -> None:
-    """Raise one ValueError that names every missing, unexpected and misshapen tensor."""
-    wrong = [f"missing {key} {shape}" for key, shape in shapes.items() if key not in found]
-    wrong += [f"unexpected {k} {tuple(t.shape)}" for k, t in found.items() if k not in shapes]
-    wrong += [
-        f"{key} must be {shape}, got {tuple(found[key].shape)}"
-        for key, shape in shapes.items()
-        if key in found and tuple(found[key].shape) != shape
-    ]
-    if wrong:
-        raise ValueError(f"{what} do not fit the configuration: " + "; ".join(wrong))
 
 
 def _shapes(config: dict, *, padded: bool) -> dict[str, tuple[int, ...]]:
@@ -208,7 +180,7 @@ def to_hf(state: dict[str, Tensor], config: dict) -> dict[str, Tensor]:
         else:  # bias=False: a bias as long as its layer's output
             weight = state[ours.removesuffix("bias") + "weight"]
             tensor = weight.new_zeros(weight.shape[0])
-        if ours == _TOKENS:
+        if ours == TOKEN_TABLE:
             tensor = tensor[: config["vocab_size"]]
         tensors[f"transformer.{theirs}"] = (tensor.T if transposed else tensor).contiguous()
     return tensors
@@ -241,14 +213,8 @@ def from_hf(state: dict[str, Tensor], config: dict) -> dict[str, Tensor]:
         ours: state[theirs].T.contiguous() if transposed else state[theirs]
         for ours, (theirs, transposed) in key_map.items()
     }
-    converted[_TOKENS] = _pad(converted[_TOKENS], config["vocab_multiple"])
+    converted[TOKEN_TABLE] = pad_rows(converted[TOKEN_TABLE], config["vocab_multiple"])
     return converted
-
-
-def _pad(tokens: Tensor, multiple: int) -> Tensor:
-    """The token table with zero rows added up to a multiple."""
-    padding = tokens.new_zeros(-len(tokens) % multiple, tokens.shape[1])
-    return torch.cat([tokens, padding])
 
 
 def read_gpt2(source: str | os.PathLike) -> tuple[dict, dict[str, Tensor]]:
@@ -302,8 +268,10 @@ def load_gpt2(
     config |= {key: value for key, value in changes.items() if value is not None}
     with torch.device("meta"):
         model = GPT(**config, attention=attention)
-    state[_TOKENS] = _pad(state[_TOKENS][: config["vocab_size"]], config["vocab_multiple"])
-    state[_POSITIONS] = extend_positions(state[_POSITIONS], config["max_seqlen"])
+    state[TOKEN_TABLE] = pad_rows(
+        state[TOKEN_TABLE][: config["vocab_size"]], config["vocab_multiple"]
+    )
+    extend_table(state, config["max_seqlen"])
     model.to_empty(device="cpu").load_state_dict(state)
     return model
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from model.bert import BERT
-from model.hf import check_keys, strip_prefixes
+from model.state_dicts import TOKEN_TABLE, check_keys, pad_rows, strip_prefixes
 
 # Ours -> theirs, without .weight and .bias; several are concatenated. {} is the block.
 _EMBEDDINGS = {
@@ -68,7 +68,7 @@ _DEFAULTS = {
     "bert": {"vocab_size": 30522, "pad_token_id": 0},
     "roberta": {"vocab_size": 50265, "pad_token_id": 1},
 }
-_PADDED_ROWS = ("embeddings.tokens.weight", "mlm.bias")
+PADDED_ROWS = (TOKEN_TABLE, "mlm.bias")  # a row a token, then padding rows
 _HEAD_OPTIONS = ("pooler", "mlm_head", "nsp_head")
 
 
@@ -208,7 +208,7 @@ def bert_to_hf(state: dict[str, Tensor], config: dict) -> dict[str, Tensor]:
     tensors = {}
     for ours, theirs in _key_map(config).items():
         tensor = state[ours].detach()
-        if ours in _PADDED_ROWS:
+        if ours in PADDED_ROWS:
             tensor = tensor[: config["vocab_size"]]
         for name, part in zip(theirs, tensor.chunk(len(theirs)), strict=True):
             is_head = name.startswith(("cls.", "lm_head."))
@@ -268,8 +268,6 @@ def bert_from_hf(
     converted = {}
     for ours, theirs in key_map.items():
         tensor = torch.cat([state[name] for name in theirs])
-        if ours in _PADDED_ROWS:
-            padding = -len(tensor) % config["vocab_multiple"]
-            tensor = torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])])
-        converted[ours] = tensor
+        is_padded = ours in PADDED_ROWS
+        converted[ours] = pad_rows(tensor, config["vocab_multiple"]) if is_padded else tensor
     return converted

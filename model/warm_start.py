@@ -8,19 +8,18 @@ import os
 import re
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from model.bert import BERT
 from model.bert_files import read_bert
-from model.checkpoint import POSITION_TABLE, find_checkpoint, read_checkpoint
+from model.checkpoint import find_checkpoint, read_checkpoint
 from model.document_classifier import encoder_part
 from model.gpt import GPT
 from model.hf import read_gpt2
-from model.positions import extend_positions
+from model.hf_bert import PADDED_ROWS
+from model.state_dicts import extend_table, pad_rows
 
 _RUNS = Path("outputs/runs")
-_VOCABULARY = ("embeddings.tokens.weight", "mlm.bias")  # a row a token, then padding rows
 _HEADS = ("pooler.", "mlm.", "nsp.")
 # Options of a model that need not be the checkpoint's.
 _FREE = {
@@ -55,14 +54,9 @@ def load_into(
     own = model.state_dict()
     shapes = {name: tuple(value.shape) for name, value in own.items()}
     if config["vocab_size"] == model.vocab_size:
-        for name in state.keys() & own.keys() & set(_VOCABULARY):
-            rows = state[name][: model.vocab_size]
-            padding = rows.new_zeros(shapes[name][0] - len(rows), *rows.shape[1:])
-            state[name] = torch.cat([rows, padding])
-    offset = config.get("position_offset", 0)
-    table = state[POSITION_TABLE]
-    longer = extend_positions(table[offset:], model.max_seqlen, how)
-    state[POSITION_TABLE] = torch.cat([table[:offset], longer])
+        for name in state.keys() & own.keys() & set(PADDED_ROWS):
+            state[name] = pad_rows(state[name][: model.vocab_size], shapes[name][0])
+    extend_table(state, model.max_seqlen, offset=config.get("position_offset", 0), how=how)
 
     differences = [
         f"{name} is {config.get(name)!r} in the checkpoint and {value!r} in the model"
