@@ -13,7 +13,7 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data.causal_lm import CausalLMData
 from data.classification import ClassificationData
 from data.masked_lm import MaskedLMData
 from data.packed_documents import PackedDocumentsData
@@ -37,7 +36,6 @@ from model.attention import auto_attention
 from model.block_sparse import BlockSparseAttention
 from model.callbacks import StopAtTarget
 from model.checkpoint import AtomicCheckpointIO, newest_best
-from model.classification_task import accuracy_interval
 from model.generation import sample_text
 from model.guard import RollBack, TrainingError, explained
 from model.language_task import CausalLMTask
@@ -134,25 +132,9 @@ def build(cfg: DictConfig) -> tuple[DictConfig, Run, Any, Any, Trainer]:
         shared_name=distributed,
     )
     cfg.run_dir, cfg.run_id = str(run.folder), run.run_id
-    if cfg.trainer.accelerator == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "the trainer asks for a CUDA GPU and there is none; add trainer=cpu (and a small model "
-            "and batch), or run on a machine with a GPU"
-        )
-    on_gpu = cfg.trainer.accelerator in ("cuda", "gpu", "auto") and torch.cuda.is_available()
-    if cfg.trainer.precision == "auto":
-        cfg.trainer.precision = "bf16-mixed" if on_gpu else "32-true"
-    if cfg.trainer.precision not in ("bf16-mixed", "32-true"):
-        raise ValueError(
-            "trainer.precision must be auto, bf16-mixed or 32-true (clipping does not know a loss "
-            f"scale of fp16), got {cfg.trainer.precision}"
-        )
+    on_gpu = choose_precision(cfg)
     data = instantiate(cfg.data)
-    if data.seqlen > cfg.model.max_seqlen:
-        raise ValueError(
-            f"data.seqlen={data.seqlen} is longer than the {cfg.model.max_seqlen} positions of "
-            "the model; raise model.max_seqlen or shorten data.seqlen"
-        )
+    check_model_fits_data(cfg.model, data)
     callbacks = instantiate_all(cfg.callbacks)
     trainer = instantiate(
         cfg.trainer,
@@ -174,40 +156,7 @@ def build(cfg: DictConfig) -> tuple[DictConfig, Run, Any, Any, Trainer]:
             f"tokens, which must divide among {groups} "
             + ("devices" if shared == 1 else f"groups of {shared} devices")
         )
-    if data.vocab_size > cfg.model.get("vocab_size", data.vocab_size):
-        raise ValueError(
-            f"model.vocab_size={cfg.model.vocab_size} must be at least {data.vocab_size}, the "
-            "vocabulary of the tokenizer"
-        )
-    if isinstance(data, ClassificationData) and data.num_classes != cfg.model.num_classes:
-        raise ValueError(
-            f"model.num_classes={cfg.model.num_classes} must be the {data.num_classes} of the data"
-        )
-    multi_label = cfg.model.get("multi_label", False)
-    if isinstance(data, ClassificationData) and data.multi_label != multi_label:
-        raise ValueError(
-            f"model.multi_label must be {str(data.multi_label).lower()}: an example of these data "
-            f"has {'any number of labels' if data.multi_label else 'one label'}"
-        )
-    if isinstance(data, MaskedLMData) and cfg.model.get("nsp_head") and not data.sentence_pairs:
-        raise ValueError(
-            "an NSP head needs pairs: set data.sentence_pairs=true, or model.nsp_head=false and "
-            "model.pooler=false"
-        )
-    attention = instantiate(cfg.attention)
-    is_flash = getattr(attention, "__module__", "").startswith("flash_kernels.attention")
-    needs_gpu = is_flash or isinstance(attention, BlockSparseAttention)
-    if shared > 1 and cfg.context_parallel.method == "ring":
-        if not needs_gpu and not (on_gpu and attention is auto_attention):
-            raise ValueError(
-                "context_parallel.method=ring needs attention=flash or block_sparse, and GPUs: use "
-                "method=heads"
-            )
-    # Triton's interpreter, slow, is to look into the kernels.
-    if needs_gpu and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
-        name = describe_attention(attention, on_gpu)
-        raise ValueError(f"attention={name} needs a GPU; use attention=sdpa or attention=auto here")
-    say(f"attention: {describe_attention(attention, on_gpu)}")
+    say(f"attention: {choose_attention(cfg, on_gpu)}")
     torch.set_float32_matmul_precision("high")  # what autocast leaves in fp32 may use TF32
     torch.manual_seed(step_seed(cfg.seed, -1, 0))  # initial weights: the same on every rank
     task = instantiate(cfg.task)
@@ -229,103 +178,123 @@ def build(cfg: DictConfig) -> tuple[DictConfig, Run, Any, Any, Trainer]:
     return cfg, run, data, task, trainer
 
 
+def choose_precision(cfg: DictConfig) -> bool:
+    """Set trainer.precision where it is auto. Returns whether the trainer uses a GPU."""
+    if cfg.trainer.accelerator == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "the trainer asks for a CUDA GPU and there is none; add trainer=cpu (and a small model "
+            "and batch), or run on a machine with a GPU"
+        )
+    on_gpu = cfg.trainer.accelerator in ("cuda", "gpu", "auto") and torch.cuda.is_available()
+    if cfg.trainer.precision == "auto":
+        cfg.trainer.precision = "bf16-mixed" if on_gpu else "32-true"
+    if cfg.trainer.precision not in ("bf16-mixed", "32-true"):
+        raise ValueError(
+            "trainer.precision must be auto, bf16-mixed or 32-true (clipping does not know a loss "
+            f"scale of fp16), got {cfg.trainer.precision}"
+        )
+    return on_gpu
+
+
+def check_model_fits_data(model: DictConfig, data: Any) -> None:
+    """Hold the options of the model against the data, which know nothing of each other."""
+    if data.seqlen > model.max_seqlen:
+        raise ValueError(
+            f"data.seqlen={data.seqlen} is longer than the {model.max_seqlen} positions of "
+            "the model; raise model.max_seqlen or shorten data.seqlen"
+        )
+    if data.vocab_size > model.get("vocab_size", data.vocab_size):
+        raise ValueError(
+            f"model.vocab_size={model.vocab_size} must be at least {data.vocab_size}, the "
+            "vocabulary of the tokenizer"
+        )
+    if isinstance(data, ClassificationData) and data.num_classes != model.num_classes:
+        raise ValueError(
+            f"model.num_classes={model.num_classes} must be the {data.num_classes} of the data"
+        )
+    multi_label = model.get("multi_label", False)
+    if isinstance(data, ClassificationData) and data.multi_label != multi_label:
+        raise ValueError(
+            f"model.multi_label must be {str(data.multi_label).lower()}: an example of these data "
+            f"has {'any number of labels' if data.multi_label else 'one label'}"
+        )
+    if isinstance(data, MaskedLMData) and model.get("nsp_head") and not data.sentence_pairs:
+        raise ValueError(
+            "an NSP head needs pairs: set data.sentence_pairs=true, or model.nsp_head=false and "
+            "model.pooler=false"
+        )
+
+
+def choose_attention(cfg: DictConfig, on_gpu: bool) -> str:
+    """The name of the attention function, which must work here, and what auto comes to."""
+    attention = instantiate(cfg.attention)
+    name = getattr(attention, "__name__", repr(attention))
+    if attention is auto_attention:
+        name = "flash (auto, GPU)" if on_gpu else "sdpa (auto, no GPU)"
+    is_flash = getattr(attention, "__module__", "").startswith("flash_kernels.attention")
+    needs_gpu = is_flash or isinstance(attention, BlockSparseAttention)
+    if cfg.context_parallel.size > 1 and cfg.context_parallel.method == "ring":
+        if not needs_gpu and not (on_gpu and attention is auto_attention):
+            raise ValueError(
+                "context_parallel.method=ring needs attention=flash or block_sparse, and GPUs: use "
+                "method=heads"
+            )
+    # Triton's interpreter, slow, is to look into the kernels.
+    if needs_gpu and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"attention={name} needs a GPU; use attention=sdpa or attention=auto here")
+    return name
+
+
 def instantiate_all(group: DictConfig | None) -> list:
     """Every member of a group that is not switched off (key=null) or unavailable (W&B)."""
     made = [instantiate(node) for node in (group or {}).values() if node is not None]
     return [member for member in made if member is not None]
 
 
-def report(cfg: DictConfig, run: Run, data: Any, task: Any, trainer: Trainer) -> float:
-    """What the run came to, beside what it must be compared with, and where it is."""
-    more = ""
-    if isinstance(data, ClassificationData):
-        loss = report_accuracy(run, data, task, trainer)
-    elif isinstance(data, MaskedLMData):
-        loss = report_masked_lm(data, task, trainer)
+def report(cfg: DictConfig, run: Run, data: Any, task: TrainingTask, trainer: Trainer) -> float:
+    """What the run came to, beside what it must be compared with, and where it is.
+
+    Returns:
+        Loss of the last step's validation, which is made up for if it has not been; infinity if
+        nothing is held out for it.
+    """
+    loss = float("inf")
+    if data.num_held_out("val"):
+        if task.validated_step != trainer.global_step:
+            trainer.validate(task, data, verbose=False)
+        loss = float(trainer.callback_metrics["val/loss"])
+        say_result("validation", "val", data, task, trainer)
     else:
-        loss = report_perplexity(cfg, data, task, trainer)
+        say("no validation: the data hold nothing out for it")
+    if data.num_held_out("test"):
+        best = newest_best(run.folder)
+        trainer.test(task, data, ckpt_path=best, weights_only=True, verbose=False)
+        say_result(f"test, {best.name if best else 'last step'}", "test", data, task, trainer)
+    if task.caveat:
+        say(task.caveat)
+    more = ""
+    if isinstance(task, CausalLMTask):
         more = f"  (python -m scripts.generate run={run.folder.name} prompt='...')"
+        if cfg.sample_prompt and rank_zero_only.rank == 0 and trainer.world_size == 1:
+            model = task.model.eval().to(trainer.strategy.root_device)  # fit moves it to the CPU
+            prompt, num_tokens = cfg.sample_prompt, cfg.sample_tokens
+            texts = sample_text(model, data.tokenizer, prompt, num_tokens, seed=cfg.seed)
+            say(f"sample: {texts[0]}")
     say(f"run: {run.folder}{more}")
     return loss
 
 
-def final_metrics(data: SteppedData, task: TrainingTask, trainer: Trainer) -> dict[str, float]:
-    """Metrics of the last step's validation, which is made up for if it has not been."""
-    if task.validated_step != trainer.global_step:
-        trainer.validate(task, data, verbose=False)
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
-def report_perplexity(
-    cfg: DictConfig, data: CausalLMData, task: CausalLMTask, trainer: Trainer
-) -> float:
-    """Final validation beside a unigram model's, and a sample."""
-    if data.num_val_tokens:
-        metrics = final_metrics(data, task, trainer)
-        loss, ppl = metrics["val/loss"], metrics["val/ppl"]
-        say(f"validation perplexity {ppl:.2f} (unigram model: {data.unigram_perplexity():.2f})")
-    else:
-        loss = float("inf")
-        say("no validation: data.val_fraction=0 holds nothing out")
-    if cfg.sample_prompt and rank_zero_only.rank == 0 and trainer.world_size == 1:
-        device = trainer.strategy.root_device
-        model = task.model.eval().to(device)  # fit moves it to the CPU
-        prompt, num_tokens = cfg.sample_prompt, cfg.sample_tokens
-        texts = sample_text(model, data.tokenizer, prompt, num_tokens, seed=cfg.seed)
-        say(f"sample: {texts[0]}")
-    return loss
-
-
-def report_masked_lm(data: MaskedLMData, task: TrainingTask, trainer: Trainer) -> float:
-    """Final validation beside the best constant guess."""
-    if not data.num_val_samples:
-        say("no validation: data.val_fraction=0 holds nothing out")
-        return float("inf")
-    metrics = final_metrics(data, task, trainer)
-    say(
-        f"masked-token accuracy {metrics['val/accuracy']:.2%} on {data.num_val_samples:,} fixed "
-        f"examples (the commonest token everywhere: {data.constant_accuracy():.2%})"
-    )
-    return metrics["val/loss"]
-
-
-def report_accuracy(
-    run: Run, data: ClassificationData, task: TrainingTask, trainer: Trainer
-) -> float:
-    """Validation of the last step, test of the best one, each beside its floor."""
-    loss = float("inf")
-    if data.num_held_out("val"):
-        loss = final_metrics(data, task, trainer)["val/loss"]
-        say_result("validation", "val", data, trainer)
-    if data.num_held_out("test"):
-        best = newest_best(run.folder)
-        trainer.test(task, data, ckpt_path=best, weights_only=True, verbose=False)
-        say_result(f"test, {best.name if best else 'last step'}", "test", data, trainer)
-    if getattr(task, "dense_weight", 0.0):
-        say("supervision: labels and a dense target, more than the Long Range Arena allows")
-    return loss
-
-
-def say_result(name: str, split: str, data: ClassificationData, trainer: Trainer) -> None:
-    """One line, an accuracy with its 95 % interval, and what must stand beside it."""
-    metrics, number = trainer.callback_metrics, data.num_held_out(split)
-    if f"{split}/accuracy" in metrics:
-        accuracy = float(metrics[f"{split}/accuracy"])
-        ci95 = accuracy_interval(accuracy, number)
-        say(f"accuracy ({name}): {accuracy:.2%} +- {ci95:.2%} (95 %, {number:,} examples)")
-    else:
-        micro, macro = (float(metrics[f"{split}/{kind}_f1"]) for kind in ("micro", "macro"))
-        say(f"micro-F1 ({name}): {micro:.2%}, macro-F1 {macro:.2%} ({number:,} documents)")
+def say_result(name: str, split: str, data: Any, task: TrainingTask, trainer: Trainer) -> None:
+    """What the task makes of the metrics, and under it what must stand beside them."""
+    of_split = f"{split}/"
+    metrics = {
+        key.removeprefix(of_split): float(value)
+        for key, value in trainer.callback_metrics.items()
+        if key.startswith(of_split)
+    }
+    say(task.result(name, metrics, data.num_held_out(split)))
     if rank_zero_only.rank == 0 and (line := data.comparison(split)):
         say(f"  {line}")
-
-
-def describe_attention(attention: Callable, on_gpu: bool) -> str:
-    """The name of the attention function, and what an automatic choice comes to."""
-    name = getattr(attention, "__name__", repr(attention))
-    if name == "auto_attention":
-        return "flash (auto, GPU)" if on_gpu else "sdpa (auto, no GPU)"
-    return name
 
 
 def check_options(cfg: DictConfig) -> None:
@@ -345,21 +314,34 @@ def check_options(cfg: DictConfig) -> None:
 
 def _check_node(key: str, node: DictConfig) -> None:
     target = get_object(node["_target_"])
-    parameters = inspect.signature(target).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    options = _options_of(target)
+    if options is None:
         return
-    function = target.__init__ if inspect.isclass(target) else target
-    hints = typing.get_type_hints(function)
     for name in map(str, node):
         if name.startswith("_"):
             continue
-        if name not in parameters:
-            options = ", ".join(p for p in parameters if p != "self")
-            raise ValueError(f"{key}.{name} is unknown; {target.__name__} has {options}")
+        if name not in options:
+            known = ", ".join(options)
+            raise ValueError(f"{key}.{name} is unknown; {target.__name__} has {known}")
         value = node[name]
-        if name in hints and not _fits(value, hints[name]):
-            wanted = inspect.formatannotation(hints[name])
+        if not _fits(value, options[name]):
+            wanted = inspect.formatannotation(options[name])
             raise ValueError(f"{key}.{name} must be {wanted}, got {value!r}")
+
+
+def _options_of(target: Any) -> dict[str, Any] | None:
+    """The options of a class or function and their types; None if it takes any."""
+    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    options: dict[str, Any] = {}
+    for name, parameter in inspect.signature(target).parameters.items():
+        hint = hints.get(name, Any)
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            options[name] = hint
+        elif typing.get_origin(hint) is typing.Unpack:
+            options |= typing.get_type_hints(typing.get_args(hint)[0])
+        else:
+            return None
+    return options
 
 
 def _fits(value: object, hint: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import numpy as np
 import torch
@@ -24,6 +24,25 @@ from data.sources import open_source
 from data.stepped import IGNORED_LABEL, Batch, MakeStep, SteppedData
 from data.token_store import TokenStore, is_finished
 from data.tokenizer import AnyTokenizer, load_tokenizer
+
+
+class CorpusOptions(TypedDict, total=False):
+    """Options of CausalLMData that its subclasses hand on to it."""
+
+    source: str
+    seqlen: Required[int]
+    batch_tokens: Required[int]
+    val_batch_tokens: int
+    val_fraction: float | None
+    split_seed: int
+    text_field: str
+    source_config: str | None
+    source_split: str
+    source_revision: str | None
+    root: str
+    seed: int
+    num_workers: int
+    prepare_workers: int | None
 
 
 class CausalLMData(SteppedData):
@@ -143,6 +162,13 @@ class CausalLMData(SteppedData):
         """Held-out tokens in use, each of them a label once."""
         total = self.store.val.num_tokens
         return total if self._val_tokens_limit is None else min(total, self._val_tokens_limit)
+
+    def num_held_out(self, split: str) -> int:
+        """Tokens of "val": there is no third split."""
+        return self.num_val_tokens if split == "val" else 0
+
+    def comparison(self, split: str) -> str:
+        return f"unigram model: {self.unigram_perplexity():.2f}"
 
     @property
     def num_samples(self) -> int:

@@ -114,10 +114,6 @@ class ClassificationData(SteppedData):
         total, limit = self.examples.num_examples(split), self._limits[split]
         return total if limit is None else min(total, limit)
 
-    def comparison(self, split: str) -> str:
-        """What must stand beside an accuracy on "val" or "test", one line; "" for nothing."""
-        return ""
-
     @property
     def fingerprint(self) -> str:
         """Identifies examples and their order: equal ones continue each other's positions."""

@@ -6,15 +6,15 @@ Stores are tokenized with BERT's WordPiece, whose special ids the samples need (
 from __future__ import annotations
 
 from functools import partial
+from typing import Unpack
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from data.causal_lm import CausalLMData
+from data.causal_lm import CausalLMData, CorpusOptions
 from data.masked_samples import MaskedOptions, MaskedSamples, Sample
 from data.order import permute
-from data.prepare import SPLIT_SEED
 from data.stepped import IGNORED_LABEL, Batch, MakeStep
 from data.wordpiece import BERT_UNCASED, WordPiece
 
@@ -42,10 +42,8 @@ class MaskedLMData(CausalLMData):
     over labels and divided by their number.
 
     Args:
-        source, seqlen, batch_tokens, val_batch_tokens, val_fraction, split_seed, text_field,
-            source_config, source_split, source_revision, root, num_workers, prepare_workers: see
-            CausalLMData; a batch's tokens count padding.
-        seed: of the order of samples, of pairs and of masks.
+        corpus: see CausalLMData; batch_tokens count padding, and seed is also that of pairs and of
+            masks.
         packed: which of the two forms batches have.
         sentence_pairs: pairs with NSP labels (BERT), or single spans (RoBERTa).
         mask_fraction: of a sample's tokens, in (0, 1).
@@ -62,46 +60,17 @@ class MaskedLMData(CausalLMData):
     def __init__(
         self,
         *,
-        source: str = "embedded",
-        seqlen: int,
-        batch_tokens: int,
-        val_batch_tokens: int = 16384,
         val_samples_limit: int | None = None,
         packed: bool = True,
         sentence_pairs: bool = True,
         mask_fraction: float = 0.15,
         max_masked: int | None = None,
         short_fraction: float = 0.1,
-        val_fraction: float | None = None,
-        split_seed: int = SPLIT_SEED,
-        text_field: str = "text",
-        source_config: str | None = None,
-        source_split: str = "train",
-        source_revision: str | None = None,
-        root: str = "outputs/data",
-        seed: int = 1111,
-        num_workers: int = 0,
-        prepare_workers: int | None = None,
+        **corpus: Unpack[CorpusOptions],
     ) -> None:
-        super().__init__(
-            source=source,
-            seqlen=seqlen,
-            batch_tokens=batch_tokens,
-            val_batch_tokens=val_batch_tokens,
-            val_fraction=val_fraction,
-            split_seed=split_seed,
-            tokenizer=BERT_UNCASED,
-            text_field=text_field,
-            source_config=source_config,
-            source_split=source_split,
-            source_revision=source_revision,
-            root=root,
-            seed=seed,
-            num_workers=num_workers,
-            prepare_workers=prepare_workers,
-        )
-        if seqlen < 5:
-            raise ValueError(f"seqlen must be at least 5, [CLS] A [SEP] B [SEP], got {seqlen}")
+        super().__init__(tokenizer=BERT_UNCASED, **corpus)
+        if self.seqlen < 5:
+            raise ValueError(f"seqlen must be at least 5, [CLS] A [SEP] B [SEP], got {self.seqlen}")
         if not 0.0 < mask_fraction < 1.0:
             raise ValueError(f"mask_fraction must be in (0, 1), got {mask_fraction}")
         if not 0.0 <= short_fraction <= 1.0:
@@ -110,7 +79,7 @@ class MaskedLMData(CausalLMData):
             if limit is not None and limit < 1:
                 raise ValueError(f"{name} must be at least 1, got {limit}")
         self._options = MaskedOptions(
-            seqlen, mask_fraction, max_masked, sentence_pairs, short_fraction
+            self.seqlen, mask_fraction, max_masked, sentence_pairs, short_fraction
         )
         self._packed = packed
         self.sentence_pairs = sentence_pairs
@@ -141,6 +110,13 @@ class MaskedLMData(CausalLMData):
         """Held-out examples in use."""
         total = len(self.samples("val"))
         return total if self._val_samples_limit is None else min(total, self._val_samples_limit)
+
+    def num_held_out(self, split: str) -> int:
+        """Examples of "val": there is no third split."""
+        return self.num_val_samples if split == "val" else 0
+
+    def comparison(self, split: str) -> str:
+        return f"the commonest token everywhere: {self.constant_accuracy():.2%}"
 
     def constant_accuracy(self) -> float:
         """Share of the held-out text that the training text's commonest token makes up.

@@ -11,14 +11,13 @@ from __future__ import annotations
 import bisect
 import logging
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from data.causal_lm import CausalLMData
-from data.prepare import SPLIT_SEED
+from data.causal_lm import CausalLMData, CorpusOptions
 from data.stepped import IGNORED_LABEL, Batch, MakeStep
 from data.token_store import TokenSplit, TokenStore
 
@@ -100,7 +99,7 @@ class PackedDocumentsData(CausalLMData):
     Args:
         max_documents: most documents, or pieces of them, in a row.
         val_tokens_limit: use only the held-out rows of about so many tokens; None uses all.
-        others: see CausalLMData.
+        corpus: see CausalLMData.
     Raises:
         ValueError: as CausalLMData.
     """
@@ -108,40 +107,11 @@ class PackedDocumentsData(CausalLMData):
     def __init__(
         self,
         *,
-        source: str = "embedded",
-        seqlen: int,
-        batch_tokens: int,
         max_documents: int = 64,
-        val_batch_tokens: int = 16384,
         val_tokens_limit: int | None = None,
-        val_fraction: float | None = None,
-        split_seed: int = SPLIT_SEED,
-        text_field: str = "text",
-        source_config: str | None = None,
-        source_split: str = "train",
-        source_revision: str | None = None,
-        root: str = "outputs/data",
-        seed: int = 1111,
-        num_workers: int = 0,
-        prepare_workers: int | None = None,
+        **corpus: Unpack[CorpusOptions],
     ) -> None:
-        super().__init__(
-            source=source,
-            seqlen=seqlen,
-            batch_tokens=batch_tokens,
-            val_batch_tokens=val_batch_tokens,
-            val_tokens_limit=val_tokens_limit,
-            val_fraction=val_fraction,
-            split_seed=split_seed,
-            text_field=text_field,
-            source_config=source_config,
-            source_split=source_split,
-            source_revision=source_revision,
-            root=root,
-            seed=seed,
-            num_workers=num_workers,
-            prepare_workers=prepare_workers,
-        )
+        super().__init__(val_tokens_limit=val_tokens_limit, **corpus)
         if max_documents < 1:
             raise ValueError(f"max_documents must be at least 1, got {max_documents}")
         self.max_documents = max_documents

@@ -63,6 +63,14 @@ class SteppedData(lightning.LightningDataModule):
         """Identifies samples and their order: equal ones continue each other's positions."""
         raise NotImplementedError
 
+    def num_held_out(self, split: str) -> int:
+        """Samples, or tokens, of "val" or "test" in use; 0 for a split that is not there."""
+        raise NotImplementedError
+
+    def comparison(self, split: str) -> str:
+        """What must stand beside a result on "val" or "test", one line; "" for nothing."""
+        return ""
+
     @property
     def contexts(self) -> tuple[int, ...]:
         """Tokens of a training sequence, in each stage of the run."""

@@ -84,6 +84,10 @@ class ClassificationTask(TrainingTask):
             )
         self.micro_batch_size = micro_batch_size
         self.dense_weight = dense_weight
+        if dense_weight:
+            self.caveat = (
+                "supervision: labels and a dense target, more than the Long Range Arena allows"
+            )
         self.plateau_steps = plateau_steps
         # The number of packed pixels changes from step to step: said at once, as compiling for the
         # first step's would take half a minute that the second one throws away.
@@ -97,6 +101,12 @@ class ClassificationTask(TrainingTask):
 
     def count_of(self, name: str) -> str:
         return "loss" if name == "accuracy" else name
+
+    def result(self, name: str, metrics: dict[str, float], number: int) -> str:
+        """The accuracy with its 95 % interval."""
+        accuracy = metrics["accuracy"]
+        ci95 = accuracy_interval(accuracy, number)
+        return f"accuracy ({name}): {accuracy:.2%} +- {ci95:.2%} (95 %, {number:,} examples)"
 
     def micro_batch_limit(self, seqlen: int) -> int | None:
         return self.micro_batch_size

@@ -151,6 +151,10 @@ class DocumentTask(TrainingTask):
         micro, macro = f1_scores(*(totals[name] for name in _PER_LABEL))
         return {**super()._means(scalars, counts), "micro_f1": micro, "macro_f1": macro}
 
+    def result(self, name: str, metrics: dict[str, float], number: int) -> str:
+        micro, macro = metrics["micro_f1"], metrics["macro_f1"]
+        return f"micro-F1 ({name}): {micro:.2%}, macro-F1 {macro:.2%} ({number:,} documents)"
+
     def load_weights(self, source: str) -> None:
         """Start from an encoder: a BERT or RoBERTa of Hugging Face, a run of BERT or of this task.
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,22 @@ from model.positions import EXTENSIONS, extend_in_place
 from model.recompute import set_recompute
 from model.task import TrainingTask, say
 from model.warm_start import load_into
+
+
+class LanguageModelOptions(TypedDict, total=False):
+    """Options of LanguageModelTask that a subclass hands on to it."""
+
+    max_steps: Required[int]
+    warmup_fraction: float
+    decay: str
+    final_lr_fraction: float
+    grad_clip: float | None
+    micro_batch_tokens: int
+    loss_chunk_tokens: int
+    compile: bool
+    recompute: str
+    extend_positions: str
+    seed: int
 
 
 class LanguageModelTask(TrainingTask):
@@ -114,7 +130,7 @@ class CausalLMTask(LanguageModelTask):
         final_context: tokens of a training sequence at the end of the run, and of validation. Until
             then a checkpoint counts as a model of the context that it was trained at. None: the
             length of training sequences does not change.
-        others: see LanguageModelTask; what is compiled is the model without its head.
+        options: see LanguageModelTask; what is compiled is the model without its head.
     """
 
     model: GPT
@@ -125,34 +141,10 @@ class CausalLMTask(LanguageModelTask):
         model: nn.Module,
         optimizer: Callable[[nn.Module], Optimizer],
         *,
-        max_steps: int,
-        warmup_fraction: float = 0.01,
-        decay: str = "linear",
-        final_lr_fraction: float = 0.0,
-        grad_clip: float | None = 1.0,
-        micro_batch_tokens: int = 65536,
-        loss_chunk_tokens: int = 8192,
-        compile: bool = False,
-        recompute: str = "none",
-        extend_positions: str = "tile",
         final_context: int | None = None,
-        seed: int = 1111,
+        **options: Unpack[LanguageModelOptions],
     ):
-        super().__init__(
-            model,
-            optimizer,
-            max_steps=max_steps,
-            warmup_fraction=warmup_fraction,
-            decay=decay,
-            final_lr_fraction=final_lr_fraction,
-            grad_clip=grad_clip,
-            micro_batch_tokens=micro_batch_tokens,
-            loss_chunk_tokens=loss_chunk_tokens,
-            compile=compile,
-            recompute=recompute,
-            extend_positions=extend_positions,
-            seed=seed,
-        )
+        super().__init__(model, optimizer, **options)
         self.final_context = final_context
         self.context: int | None = None  # of the last training step
 
@@ -235,6 +227,9 @@ class CausalLMTask(LanguageModelTask):
 
     def derived(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"ppl": means["loss"].exp()}
+
+    def result(self, name: str, metrics: dict[str, float], number: int) -> str:
+        return f"{name} perplexity {metrics['ppl']:.2f}"
 
     @property
     def _warmup(self) -> tuple[int, int] | None:
@@ -378,3 +373,6 @@ class MaskedLMTask(LanguageModelTask):
     def derived(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
         first, *others = (weight * means[name] for name, weight in self.loss_weights.items())
         return {"loss": sum(others, first)}
+
+    def result(self, name: str, metrics: dict[str, float], number: int) -> str:
+        return f"masked-token accuracy {metrics['accuracy']:.2%} on {number:,} fixed examples"

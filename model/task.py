@@ -65,6 +65,8 @@ class TrainingTask(LightningModule):
 
     #: The validation metric that the best checkpoint has, and whether more of it is better.
     best_metric = ("val/loss", False)
+    #: What must be said beside a result; "" for nothing.
+    caveat = ""
     #: Methods of the model, beside forward, that FSDP2 must gather weights for.
     forward_methods: tuple[str, ...] = ()
     #: Options that decide how a step is cut, as an error names them.
@@ -162,6 +164,16 @@ class TrainingTask(LightningModule):
     def derived(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
         """What is shown beside the means and follows from them."""
         return {}
+
+    def result(self, name: str, metrics: dict[str, float], number: int) -> str:
+        """One line that says what a validation or test came to.
+
+        Args:
+            name: of what was held out, for instance "validation".
+            metrics: its means and what is derived of them.
+            number: of held-out samples, or tokens, that these are of.
+        """
+        raise NotImplementedError
 
     def load_weights(self, source: str) -> None:
         """Start from the weights that `source` names; says what of the model they have not."""

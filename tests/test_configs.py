@@ -310,6 +310,12 @@ def test_later_overrides_win():
     [
         (["+model.width=3"], "model.width is unknown; GPT has .*dim"),
         (["optimizer.lr=fast"], "optimizer.lr must be float, got 'fast'"),
+        (
+            ["data=packed_documents", "+data.tokenizer=gpt2"],
+            "data.tokenizer is unknown; PackedDocumentsData has max_documents, .*seqlen",
+        ),
+        (["data=packed_documents", "data.val_fraction=much"], "data.val_fraction must be float"),
+        (["+task.width=3"], "task.width is unknown; CausalLMTask has .*final_context, max_steps"),
         (["model.depth=1.5"], "model.depth must be int, got 1.5"),
         (["data.batch_tokens=1000"], "batch_tokens"),
         (["model.max_seqlen=64"], "data.seqlen=128 is longer than the 64 positions"),
