@@ -32,7 +32,7 @@ from data.classification import ClassificationData
 from data.masked_lm import MaskedLMData
 from data.packed_documents import PackedDocumentsData
 from data.stepped import SteppedData
-from model.attention import auto_attention
+from model.attention import auto_attention, is_flash
 from model.block_sparse import BlockSparseAttention
 from model.callbacks import StopAtTarget
 from model.checkpoint import AtomicCheckpointIO, newest_best
@@ -231,8 +231,8 @@ def choose_attention(cfg: DictConfig, on_gpu: bool) -> str:
     name = getattr(attention, "__name__", repr(attention))
     if attention is auto_attention:
         name = "flash (auto, GPU)" if on_gpu else "sdpa (auto, no GPU)"
-    is_flash = getattr(attention, "__module__", "").startswith("flash_kernels.attention")
-    needs_gpu = is_flash or isinstance(attention, BlockSparseAttention)
+    on_cpu = torch.empty(0)
+    needs_gpu = is_flash(attention, on_cpu) or isinstance(attention, BlockSparseAttention)
     if cfg.context_parallel.size > 1 and cfg.context_parallel.method == "ring":
         if not needs_gpu and not (on_gpu and attention is auto_attention):
             raise ValueError(

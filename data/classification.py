@@ -8,7 +8,7 @@ the rest is data.stepped's.
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Required, TypedDict
 
 import numpy as np
 import torch
@@ -35,6 +35,16 @@ class Examples(Protocol):
         `positions` (n,) are those of training samples in the run, for random augmentation; None
         where nothing may be random.
         """
+
+
+class LoadingOptions(TypedDict, total=False):
+    """Options of ClassificationData that its subclasses hand on to it."""
+
+    batch_size: Required[int]
+    val_limit: int | None
+    test_limit: int | None
+    seed: int
+    num_workers: int
 
 
 class ClassificationData(SteppedData):
@@ -71,10 +81,10 @@ class ClassificationData(SteppedData):
         seqlen: int,
         batch_size: int,
         val_batch_size: int,
-        val_limit: int | None,
-        test_limit: int | None,
-        seed: int,
-        num_workers: int,
+        val_limit: int | None = None,
+        test_limit: int | None = None,
+        seed: int = 1111,
+        num_workers: int = 0,
     ) -> None:
         super().__init__(seed=seed, num_workers=num_workers)
         at_least_one: dict[str, int | None] = {

@@ -6,11 +6,12 @@ import hashlib
 import json
 from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import torch
 
-from data.classification import Batch, ClassificationData, Examples
+from data.classification import Batch, ClassificationData, Examples, LoadingOptions
 from data.document_sources import DocumentSource
 from data.document_tokenizer import DocumentTokenizer, load_document_tokenizer
 from data.order import permute
@@ -41,8 +42,7 @@ class LongDocumentData(ClassificationData):
         tokenizer: of the encoder: "bert-base-uncased", a folder with tokenizer.json, a hub id.
         seqlen: most tokens of a document; what is behind them is not seen.
         root: folder under which prepared stores are cached.
-        batch_size, val_batch_size, val_limit, test_limit, seed, num_workers: see
-            ClassificationData.
+        val_batch_size, loading: see ClassificationData.
     Raises:
         ValueError: sizes that do not fit together, or an unknown task.
         FileNotFoundError, ConnectionError: no such source or tokenizer.
@@ -61,23 +61,11 @@ class LongDocumentData(ClassificationData):
         label_pattern: str | None = None,
         piece_tokens: int | None = None,
         seqlen: int,
-        batch_size: int,
-        val_batch_size: int = 4,
-        val_limit: int | None = None,
-        test_limit: int | None = None,
-        seed: int = 1111,
-        num_workers: int = 0,
         root: str = "outputs/data",
+        val_batch_size: int = 4,
+        **loading: Unpack[LoadingOptions],
     ) -> None:
-        super().__init__(
-            seqlen=seqlen,
-            batch_size=batch_size,
-            val_batch_size=val_batch_size,
-            val_limit=val_limit,
-            test_limit=test_limit,
-            seed=seed,
-            num_workers=num_workers,
-        )
+        super().__init__(seqlen=seqlen, val_batch_size=val_batch_size, **loading)
         if seqlen < 3:
             raise ValueError(f"seqlen must be at least 3, [CLS] text [SEP], got {seqlen}")
         self._source = DocumentSource(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 
-from data.classification import Batch, ClassificationData, Examples
+from data.classification import Batch, ClassificationData, Examples, LoadingOptions
 from data.lra_files import TokenTask, open_task
 from data.marker_shortcut import shortcut_floor
 from data.pathfinder import PathfinderSpec, dense_target, marker_positions
@@ -41,8 +41,7 @@ class LongRangeData(ClassificationData):
         source: see data.lra_files.open_task.
         seqlen: tokens of a sequence; longer texts are cut.
         root: folder under which prepared stores are cached.
-        batch_size, val_batch_size, val_limit, test_limit, seed, num_workers: see
-            ClassificationData.
+        val_batch_size, loading: see ClassificationData.
     Raises:
         ValueError: sizes that do not fit together, or an unknown task.
         FileNotFoundError: no such local source.
@@ -54,23 +53,11 @@ class LongRangeData(ClassificationData):
         task: str,
         source: str | None = None,
         seqlen: int,
-        batch_size: int,
-        val_batch_size: int = 32,
-        val_limit: int | None = None,
-        test_limit: int | None = None,
-        seed: int = 1111,
-        num_workers: int = 0,
         root: str = "outputs/data",
+        val_batch_size: int = 32,
+        **loading: Unpack[LoadingOptions],
     ) -> None:
-        super().__init__(
-            seqlen=seqlen,
-            batch_size=batch_size,
-            val_batch_size=val_batch_size,
-            val_limit=val_limit,
-            test_limit=test_limit,
-            seed=seed,
-            num_workers=num_workers,
-        )
+        super().__init__(seqlen=seqlen, val_batch_size=val_batch_size, **loading)
         self.task: TokenTask = open_task(task, source, max_length=seqlen)
         self.vocab_size = self.task.vocab_size
         self.num_classes = self.task.num_classes
@@ -149,8 +136,7 @@ class PathfinderData(ClassificationData):
         data_seed: of the generated images.
         root: folder under which prepared sets are cached.
         prepare_workers: generating processes; None is one a core.
-        batch_size, val_batch_size, val_limit, test_limit, seed, num_workers: see
-            ClassificationData.
+        val_batch_size, loading: see ClassificationData.
     Raises:
         ValueError: an unknown size or level, or a dense target asked of the release.
         FileNotFoundError: no release of that size and level in the folder.
@@ -167,28 +153,16 @@ class PathfinderData(ClassificationData):
         foreground: bool = False,
         background_up_to: int = 0,
         augment: bool = False,
-        batch_size: int,
-        val_batch_size: int = 32,
-        val_limit: int | None = None,
-        test_limit: int | None = None,
         num_train: int = NUM_IMAGES["train"],
         num_val: int = NUM_IMAGES["val"],
         num_test: int = NUM_IMAGES["test"],
         data_seed: int = 0,
-        seed: int = 1111,
-        num_workers: int = 0,
         prepare_workers: int | None = None,
         root: str = "outputs/data",
+        val_batch_size: int = 32,
+        **loading: Unpack[LoadingOptions],
     ) -> None:
-        super().__init__(
-            seqlen=size * size,
-            batch_size=batch_size,
-            val_batch_size=val_batch_size,
-            val_limit=val_limit,
-            test_limit=test_limit,
-            seed=seed,
-            num_workers=num_workers,
-        )
+        super().__init__(seqlen=size * size, val_batch_size=val_batch_size, **loading)
         if release is not None and (dense_target or balanced):
             raise ValueError(
                 "the release has neither a dense target nor a balanced set: generate the images, "
@@ -203,7 +177,12 @@ class PathfinderData(ClassificationData):
         self._folder = pathfinder_folder(root, self.spec, self._num_images)
         self._release = release
         self._prepare_workers = prepare_workers
-        self._options = (dense_target, foreground, background_up_to, seed if augment else None)
+        self._options = (
+            dense_target,
+            foreground,
+            background_up_to,
+            self._seed if augment else None,
+        )
 
     def prepare_data(self) -> None:
         """Make the set if it is missing. Called on one process of each machine."""

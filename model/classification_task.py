@@ -1,8 +1,9 @@
 """Training a classifier of long sequences: accuracy, an optional loss over pixels, a plateau."""
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from model.attention import Packing
 from model.classifier_weights import load_from_run
 from model.long_range import LongRangeClassifier
 from model.loss import IGNORE
-from model.task import TrainingTask, say
+from model.task import StepOptions, TrainingTask, say
 
 _PLATEAU_WINDOW = 100  # steps whose mean loss is judged
 _PLATEAU_WIDTH = 0.002  # nats around the loss of a guess
@@ -33,8 +34,7 @@ class ClassificationTask(TrainingTask):
         plateau_steps: say once if the loss is still that of a guess after so many steps, or a
             multiple of them; None never does.
         compile: compile the model with torch.compile.
-        optimizer, max_steps, warmup_fraction, decay, final_lr_fraction, grad_clip, seed: see
-            TrainingTask.
+        optimizer, warmup_fraction, decay, options: see TrainingTask.
 
     Raises:
         ValueError: an option is out of its range, or a dense loss without a dense head.
@@ -49,27 +49,15 @@ class ClassificationTask(TrainingTask):
         model: LongRangeClassifier,
         optimizer: Callable[[nn.Module], Optimizer],
         *,
-        max_steps: int,
         warmup_fraction: float = 0.01,
         decay: str = "cosine",
-        final_lr_fraction: float = 0.0,
-        grad_clip: float | None = 1.0,
         micro_batch_size: int | None = None,
         dense_weight: float = 0.0,
         plateau_steps: int | None = 2000,
         compile: bool = False,
-        seed: int = 1111,
+        **options: Unpack[StepOptions],
     ):
-        super().__init__(
-            model,
-            optimizer,
-            max_steps=max_steps,
-            warmup_fraction=warmup_fraction,
-            decay=decay,
-            final_lr_fraction=final_lr_fraction,
-            grad_clip=grad_clip,
-            seed=seed,
-        )
+        super().__init__(model, optimizer, warmup_fraction=warmup_fraction, decay=decay, **options)
         for name, size in (
             ("micro_batch_size", micro_batch_size),
             ("plateau_steps", plateau_steps),
@@ -89,11 +77,16 @@ class ClassificationTask(TrainingTask):
                 "supervision: labels and a dense target, more than the Long Range Arena allows"
             )
         self.plateau_steps = plateau_steps
-        # The number of packed pixels changes from step to step: said at once, as compiling for the
-        # first step's would take half a minute that the second one throws away.
-        self._model = [torch.compile(model, dynamic=model.foreground) if compile else model]
+        self._is_compiled = compile
         self._plateau_sum: Tensor | float = 0.0
         self._plateau_count = 0
+
+    @functools.cached_property
+    def _outputs(self) -> Callable[..., Any]:
+        # The number of packed pixels changes from step to step: said at once, as compiling for the
+        # first step's would take half a minute that the second one throws away.
+        dynamic = self.model.foreground
+        return torch.compile(self.model, dynamic=dynamic) if self._is_compiled else self.model
 
     @property
     def loss_weights(self) -> dict[str, float]:
@@ -136,7 +129,7 @@ class ClassificationTask(TrainingTask):
         return piece
 
     def sums(self, piece: dict[str, Any]) -> dict[str, Tensor]:
-        out = self._model[0](
+        out = self._outputs(
             piece["input_ids"],
             piece["lengths"],
             foreground=piece.get("foreground"),

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from model.attention import Packing
 from model.document_classifier import DocumentClassifier
 from model.loss import IGNORE
 from model.positions import EXTENSIONS
-from model.task import TrainingTask, say
+from model.task import StepOptions, TrainingTask, say
 from model.warm_start import load_into
 
 _PER_LABEL = ("hits", "predicted", "actual")
@@ -34,8 +34,7 @@ class DocumentTask(TrainingTask):
         compile: compile the model with torch.compile.
         extend_positions: how the position table of weights to start from grows to the model's:
             "tile" or "interpolate" (model.positions.extend_positions).
-        optimizer, max_steps, warmup_fraction, decay, final_lr_fraction, grad_clip, seed: see
-            TrainingTask.
+        optimizer, warmup_fraction, decay, options: see TrainingTask.
 
     Raises:
         ValueError: an option is out of its range.
@@ -50,26 +49,14 @@ class DocumentTask(TrainingTask):
         model: DocumentClassifier,
         optimizer: Callable[[torch.nn.Module], Optimizer],
         *,
-        max_steps: int,
         warmup_fraction: float = 0.1,
         decay: str = "linear",
-        final_lr_fraction: float = 0.0,
-        grad_clip: float | None = 1.0,
         micro_batch_tokens: int = 65536,
         compile: bool = False,
         extend_positions: str = "tile",
-        seed: int = 1111,
+        **options: Unpack[StepOptions],
     ):
-        super().__init__(
-            model,
-            optimizer,
-            max_steps=max_steps,
-            warmup_fraction=warmup_fraction,
-            decay=decay,
-            final_lr_fraction=final_lr_fraction,
-            grad_clip=grad_clip,
-            seed=seed,
-        )
+        super().__init__(model, optimizer, warmup_fraction=warmup_fraction, decay=decay, **options)
         if not isinstance(model, DocumentClassifier):
             raise ValueError(
                 f"the model must be a DocumentClassifier, got a {type(model).__name__}: choose "

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Required, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +16,20 @@ from model.gpt import GPT
 from model.loss import IGNORE, linear_next_token_loss
 from model.positions import EXTENSIONS, extend_in_place
 from model.recompute import set_recompute
-from model.task import TrainingTask, say
+from model.task import StepOptions, TrainingTask, say
 from model.warm_start import load_into
 
 
-class LanguageModelOptions(TypedDict, total=False):
+class LanguageModelOptions(StepOptions, total=False):
     """Options of LanguageModelTask that a subclass hands on to it."""
 
-    max_steps: Required[int]
     warmup_fraction: float
     decay: str
-    final_lr_fraction: float
-    grad_clip: float | None
     micro_batch_tokens: int
     loss_chunk_tokens: int
     compile: bool
     recompute: str
     extend_positions: str
-    seed: int
 
 
 class LanguageModelTask(TrainingTask):
@@ -48,8 +44,7 @@ class LanguageModelTask(TrainingTask):
         extend_positions: how a position table grows, that of weights to start from to the model's
             or that of a context warm-up: "tile" or "interpolate"
             (model.positions.extend_positions).
-        optimizer, max_steps, warmup_fraction, decay, final_lr_fraction, grad_clip, seed: see
-            TrainingTask.
+        optimizer, warmup_fraction, decay, options: see TrainingTask.
 
     Raises:
         ValueError: an option is out of its range, or the task cannot train the model.
@@ -62,28 +57,16 @@ class LanguageModelTask(TrainingTask):
         model: nn.Module,
         optimizer: Callable[[nn.Module], Optimizer],
         *,
-        max_steps: int,
         warmup_fraction: float = 0.01,
         decay: str = "linear",
-        final_lr_fraction: float = 0.0,
-        grad_clip: float | None = 1.0,
         micro_batch_tokens: int = 65536,
         loss_chunk_tokens: int = 8192,
         compile: bool = False,
         recompute: str = "none",
         extend_positions: str = "tile",
-        seed: int = 1111,
+        **options: Unpack[StepOptions],
     ):
-        super().__init__(
-            model,
-            optimizer,
-            max_steps=max_steps,
-            warmup_fraction=warmup_fraction,
-            decay=decay,
-            final_lr_fraction=final_lr_fraction,
-            grad_clip=grad_clip,
-            seed=seed,
-        )
+        super().__init__(model, optimizer, warmup_fraction=warmup_fraction, decay=decay, **options)
         for name, size in (
             ("micro_batch_tokens", micro_batch_tokens),
             ("loss_chunk_tokens", loss_chunk_tokens),

@@ -9,7 +9,7 @@ unequal numbers of labels).
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import torch
 from lightning import LightningModule
@@ -42,6 +42,15 @@ def step_seed(seed: int, step: int, rank: int) -> int:
 @rank_zero_only
 def say(text: str) -> None:
     print(text, flush=True)
+
+
+class StepOptions(TypedDict, total=False):
+    """Options of TrainingTask that its subclasses hand on to it."""
+
+    max_steps: Required[int]
+    final_lr_fraction: float
+    grad_clip: float | None
+    seed: int
 
 
 class TrainingTask(LightningModule):
@@ -80,9 +89,9 @@ class TrainingTask(LightningModule):
         max_steps: int,
         warmup_fraction: float,
         decay: str,
-        final_lr_fraction: float,
-        grad_clip: float | None,
-        seed: int,
+        final_lr_fraction: float = 0.0,
+        grad_clip: float | None = 1.0,
+        seed: int = 1111,
     ) -> None:
         super().__init__()
         if max_steps < 1:

@@ -26,9 +26,9 @@ def weights(task):
 
 
 @torch.no_grad()
-def randomize(model, seed):
+def randomize(model, seed=0, scale=0.2):
     """Every parameter far from its initial value: biases, norms and all."""
     generator = torch.Generator().manual_seed(seed)
     for param in model.parameters():
-        param += 0.2 * torch.randn(param.shape, generator=generator)
+        param += scale * torch.randn(param.shape, generator=generator)
     return model.eval()

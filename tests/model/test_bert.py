@@ -4,6 +4,7 @@ import torch
 from flash_kernels import flash_attention
 from model.attention import Packing, pack, reference_attention
 from model.bert import BERT, BERT_BASE, BERT_LARGE, ROBERTA
+from tests.training import randomize
 
 SIZES = {"vocab_size": 61, "max_seqlen": 16, "depth": 2, "dim": 24, "nheads": 3}
 LENGTHS = torch.tensor([16, 1, 9, 0, 5])
@@ -11,11 +12,7 @@ LENGTHS = torch.tensor([16, 1, 9, 0, 5])
 
 def make_bert(**changes):
     torch.manual_seed(0)
-    model = BERT(**{**SIZES, **changes})
-    with torch.no_grad():
-        for param in model.parameters():
-            param += 0.2 * torch.randn_like(param)
-    return model.eval()
+    return randomize(BERT(**{**SIZES, **changes}))
 
 
 def make_batch():

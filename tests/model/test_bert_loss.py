@@ -13,6 +13,7 @@ from model.bert_loss import (
     piece_of,
     with_host_counts,
 )
+from tests.training import randomize
 
 SIZES = {"vocab_size": 61, "max_seqlen": 16, "depth": 2, "dim": 24, "nheads": 3}
 LENGTHS = torch.tensor([16, 2, 9, 5])
@@ -51,11 +52,7 @@ def packed(batch):
 
 def make_model(**changes):
     torch.manual_seed(0)
-    model = BERT(**{**SIZES, **changes})
-    with torch.no_grad():
-        for param in model.parameters():
-            param += 0.2 * torch.randn_like(param)
-    return model.eval()
+    return randomize(BERT(**{**SIZES, **changes}))
 
 
 def loss_and_grads(model, batch, **options):
@@ -77,10 +74,7 @@ def test_total_loss_and_gradients_are_transformers(tmp_path):
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    theirs = transformers.BertForPreTraining(config)
-    with torch.no_grad():
-        for param in theirs.parameters():
-            param += 0.2 * torch.randn_like(param)
+    theirs = randomize(transformers.BertForPreTraining(config))
     theirs.save_pretrained(tmp_path)
     ours = load_bert(tmp_path)
     batch = make_batch()

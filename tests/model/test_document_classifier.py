@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from model.attention import Packing
 from model.document_classifier import DocumentClassifier, LabelAttention
+from tests.training import randomize
 
 SIZES = {"vocab_size": 50, "max_seqlen": 12, "depth": 2, "dim": 16, "nheads": 2}
 LENGTHS = (5, 12, 2)
@@ -14,11 +15,7 @@ LENGTHS = (5, 12, 2)
 def make(**changes):
     torch.manual_seed(0)
     options = {"num_classes": 3, "multi_label": True, "num_segments": 1, "position_offset": 2}
-    model = DocumentClassifier(**{**SIZES, **options, **changes}).eval()
-    with torch.no_grad():
-        for param in model.parameters():
-            param += 0.2 * torch.randn_like(param)
-    return model
+    return randomize(DocumentClassifier(**{**SIZES, **options, **changes}))
 
 
 def packed(lengths=LENGTHS, seed=0):

@@ -10,6 +10,7 @@ import torch
 
 from model.evaluation import extend_context, score_endings, text_losses, windows
 from model.gpt import GPT
+from tests.training import randomize
 
 VOCAB, POSITIONS = 61, 24
 
@@ -18,10 +19,7 @@ def make_gpt():
     """Random, and of opinions: its likeliest tokens have a probability of a half."""
     torch.manual_seed(0)
     model = GPT(vocab_size=VOCAB, max_seqlen=POSITIONS, depth=2, dim=16, nheads=2)
-    with torch.no_grad():
-        for param in model.parameters():
-            param += 0.5 * torch.randn_like(param)
-    return model.eval()
+    return randomize(model, scale=0.5)
 
 
 @pytest.fixture(scope="module")

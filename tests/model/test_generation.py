@@ -4,17 +4,14 @@ import torch
 from model.attention import sdpa_attention
 from model.generation import context_start, generate
 from model.gpt import GPT
+from tests.training import randomize
 
 
-@torch.no_grad()
 def make_gpt(max_seqlen=16, depth=2):
     """Weights wide enough that the text does not repeat one token."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "dim": 24, "nheads": 3, "max_seqlen": max_seqlen, "depth": depth}
-    model = GPT(**sizes, attention=sdpa_attention)
-    for param in model.parameters():
-        param += 0.3 * torch.randn_like(param)
-    return model
+    return randomize(GPT(**sizes, attention=sdpa_attention), scale=0.5)
 
 
 def make_ids(seqlen=3, batch=2):

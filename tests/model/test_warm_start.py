@@ -10,6 +10,7 @@ from model.gpt import GPT
 from model.hf import export_gpt2, save_weights
 from model.loss import next_token_loss
 from model.warm_start import load_into
+from tests.training import randomize
 
 GPT_SIZES = {"vocab_size": 61, "max_seqlen": 16, "depth": 2, "dim": 24, "nheads": 3}
 BERT_SIZES = {**GPT_SIZES, "mlp_dim": 40}
@@ -18,13 +19,12 @@ BERT_SIZES = {**GPT_SIZES, "mlp_dim": 40}
 def make(kind=GPT, seed=0, **changes):
     torch.manual_seed(seed)
     model = kind(**{**(GPT_SIZES if kind is GPT else BERT_SIZES), **changes})
+    randomize(model, scale=0.3)
     with torch.no_grad():
-        for param in model.parameters():
-            param += 0.3 * torch.randn_like(param)
         model.head_weight[61:] = 0.0
         if kind is BERT and model.mlm is not None:
             model.mlm.bias[61:] = 0.0
-    return model.eval()
+    return model
 
 
 def make_run(model, folder):

@@ -9,29 +9,26 @@ from model.gpt import GPT
 from model.hf import export_gpt2, load_gpt2
 from model.warm_start import load_into
 from scripts.convert_checkpoint import main
+from tests.training import randomize
 
 SIZES = {"max_seqlen": 24, "depth": 2, "dim": 8, "nheads": 2}
 
 
 def make_gpt(seed=0, **changes):
     torch.manual_seed(seed)
-    model = GPT(**{**SIZES, **changes})
+    model = randomize(GPT(**{**SIZES, **changes}), scale=0.3)
     with torch.no_grad():
-        for param in model.parameters():
-            param += 0.3 * torch.randn_like(param)
         model.head_weight[model.vocab_size :] = 0.0
-    return model.eval()
+    return model
 
 
 def make_bert(seed=0, **changes):
     torch.manual_seed(seed)
-    model = BERT(**{**SIZES, **changes})
+    model = randomize(BERT(**{**SIZES, **changes}), scale=0.1)
     with torch.no_grad():
-        for param in model.parameters():
-            param += 0.1 * torch.randn_like(param)
         model.head_weight[model.vocab_size :] = 0.0
         model.mlm.bias[model.vocab_size :] = 0.0
-    return model.eval()
+    return model
 
 
 ROBERTA = {"num_segments": 1, "position_offset": 2, "norm_eps": 1e-5}

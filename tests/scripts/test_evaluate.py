@@ -15,6 +15,7 @@ from model.gpt import GPT
 from model.hf import export_gpt2
 from scripts.arguments import parse_arguments
 from scripts.evaluate import VERBS, main
+from tests.training import randomize
 
 VOCAB = 50257
 CAT = 5.0  # logit of " cat" in the model that favours it; all others are 0
@@ -127,10 +128,7 @@ def test_a_run_is_scored_on_what_it_held_out(folder):
 def test_stride_of_the_context_is_the_validation_of_a_run(folder):
     """The data module's own batches, and a model that needs its context."""
     torch.manual_seed(0)
-    model = GPT(max_seqlen=8, depth=1, dim=8, nheads=2).eval()
-    with torch.no_grad():
-        for param in model.parameters():
-            param += 0.5 * torch.randn_like(param)
+    model = randomize(GPT(max_seqlen=8, depth=1, dim=8, nheads=2), scale=0.5)
     export_gpt2(model, folder / "random")
     options = {"source": str(folder / "texts.jsonl"), "val_fraction": 0.3}
     data = CausalLMData(

@@ -7,6 +7,7 @@ from model.generation import generate
 from model.gpt import GPT
 from model.hf import export_gpt2, load_gpt2
 from scripts.generate import main
+from tests.training import randomize
 
 PROMPT = "Fellow citizens: the state"
 
@@ -14,10 +15,7 @@ PROMPT = "Fellow citizens: the state"
 def make_gpt(**changes):
     torch.manual_seed(0)
     model = GPT(**{"max_seqlen": 32, "depth": 1, "dim": 8, "nheads": 2, **changes})
-    with torch.no_grad():
-        for param in model.parameters():
-            param += 0.5 * torch.randn_like(param)
-    return model.eval()
+    return randomize(model, scale=0.5)
 
 
 @pytest.fixture(scope="module")
