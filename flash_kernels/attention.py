@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from . import flops  # noqa: F401  (registers formulas)
-from .autograd import attend as attend_checked
+from .autograd import attend_checked
 from .block_mask import BlockMask
 from .operators import NO_BLOCKS, check_cu_seqlens, is_eager, known_problem, metadata
 from .portable.attention_forward import attention_forward_kernel
@@ -21,7 +21,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Triton decides at decoration whether a kernel is compiled or interpreted.
 _IS_INTERPRETED = not isinstance(attention_forward_kernel, triton.JITFunction)
 
-# Eager calls that were checked: what autograd.attend takes as `known`.
+# Eager calls that were checked: what attend_checked takes as `known`.
 _known = Bounded(512)
 
 # With return_lse the pair (out, lse); typed so that whoever leaves it alone has a tensor.

@@ -123,7 +123,7 @@ _eager_backward_once = once_differentiable(_eager_backward)
 _apply = super(torch.autograd.Function, _EagerAttention).apply
 
 
-def attend(
+def attend_checked(
     q: Tensor, k: Tensor, v: Tensor, *others: Any, known: Problem | None = None
 ) -> tuple[Tensor, Tensor]:
     """flash_kernels::attention_forward, also below the transforms of torch.func.

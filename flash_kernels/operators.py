@@ -145,8 +145,8 @@ def _family(problem: Problem, kernel: str | None, direction: str) -> str:
 
 
 def known_problem(*inputs: Any) -> Problem:
-    """What attend takes as `known`, for all calls whose inputs differ in nothing but the contents
-    and addresses of tensors."""
+    """What attend_checked takes as `known`, for all calls whose inputs differ in nothing but the
+    contents and addresses of tensors."""
     *before, _, autotune = inputs
     return _problem(*before, autotune=autotune).with_tensors(None, None, None)
 

@@ -5,6 +5,20 @@ Conventions. `rows` are query positions and `cols` key positions within their se
 shaped for broadcasting ([M, 1] against [1, N] or the transpose), so that every piece works on S and
 on S^T. Scores are kept in base 2: exp2(score * log2(e)) = exp(score). Strides come as tuples
 (batch, row, head); the head dimension has stride 1.
+
+Arguments that the kernels have in common. Of packed sequences (total, ...) stands for (batch,
+seqlen, ...), and per head (nheads, total) for (batch, nheads, seqlen); their batch stride is 0.
+
+    q_ptr, out_ptr, dout_ptr, dq_ptr    (batch, seqlen_q, nheads, headdim), dtype of q
+    k_ptr, v_ptr, dk_ptr, dv_ptr        (batch, seqlen_k, nheads_k, headdim), dtype of q
+    lse_ptr                             (batch, nheads, seqlen_q) float32, natural log
+    row_words_ptr                       (batch, nheads, seqlen_q, 4) float32: dq.load_row_words
+    column_keys_ptr                     (batch, nheads, seqlen_k or more) int32: dropout.py
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr  (batch + 1,) int32; None if dense
+    lengths_k_ptr                       (batch,) integers, with HAS_LENGTHS
+    alibi_ptr                           (nheads,) or (batch, nheads) float32, with HAS_ALIBI
+    lists                               of a block mask, where MASK_M > 0: sparse.py
+    window                              (left, right), with HAS_LEFT and HAS_RIGHT
 """
 
 import triton
