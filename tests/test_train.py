@@ -3,9 +3,14 @@
 import json
 import os
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+import train
+from model.run import Run
 
 
 def newest_weights(workplace, name):
@@ -88,6 +93,14 @@ def test_sweep_makes_one_run_a_value(workplace):
     workplace.run("-m", "run_name=sweep", "optimizer.lr=1e-2,1e-3", "trainer.max_steps=2")
     losses = [float(workplace.rows(name)[-1]["train/loss"]) for name in ("sweep", "sweep-2")]
     assert losses[0] != losses[1]
+
+
+def test_a_run_without_held_out_data_says_so(capsys):
+    data = SimpleNamespace(num_held_out=lambda split: 0)
+    task, run = SimpleNamespace(caveat="of another supervision"), Run(Path("runs/one"), "id", None)
+    assert train.report(None, run, data, task, trainer=None) == float("inf")
+    lines = ["no validation: the data hold nothing out for it", "of another supervision"]
+    assert capsys.readouterr().out.splitlines() == [*lines, "run: runs/one"]
 
 
 def test_unknown_key_is_one_line(workplace):

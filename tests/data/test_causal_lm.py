@@ -193,7 +193,10 @@ def test_unigram_perplexity_by_arithmetic(store_folder):
     probabilities = [
         (train.count(token) + 1) / (len(train) + 50257) for token in data.store.val.read(0, 20)
     ]
-    assert data.unigram_perplexity() == pytest.approx(math.prod(probabilities) ** (-1 / 20))
+    expected = math.prod(probabilities) ** (-1 / 20)
+    assert data.unigram_perplexity() == pytest.approx(expected)
+    assert data.comparison("val") == f"unigram model: {expected:.2f}"
+    assert (data.num_held_out("val"), data.num_held_out("test")) == (20, 0)
 
 
 def test_global_random_state_is_untouched(store_folder):

@@ -286,6 +286,7 @@ def test_held_out_examples_come_once_and_never_change(store_folder, world_size, 
     data = ranks[0]
     everything = [s.input_ids.tolist() for s in all_samples(data, "val")]
     assert len(real) == data.num_val_samples == (limit or len(everything))
+    assert (data.num_held_out("val"), data.num_held_out("test")) == (len(real), 0)
     remaining = list(everything)
     for row in real:
         remaining.remove(row[0])
@@ -317,6 +318,7 @@ def test_constant_guess_is_the_commonest_training_token(tmp_path):
         val=SimpleNamespace(num_tokens=len(tokens), read=lambda start, n: np.array(tokens)[:n]),
     )
     assert data.constant_accuracy() == 2 / 8
+    assert data.comparison("val") == "the commonest token everywhere: 25.00%"
 
 
 def test_global_random_state_is_untouched(store_folder):
