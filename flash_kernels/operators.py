@@ -20,7 +20,7 @@ from .portable.attention_forward import attention_forward as portable_forward
 from .portable.checks import cu_seqlens_hold
 from .portable.decode import attention_decode as portable_decode
 from .portable.kernel_launch import Bounded
-from .portable.launch import Problem, WalkedMask
+from .portable.launch import Positions, Problem, WalkedMask
 
 LIBRARY = torch.library.Library("flash_kernels", "DEF")
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -95,6 +95,7 @@ def _problem(
     col_indices: Tensor, col_patterns: Tensor, token_masks: Tensor, block_m: int, block_n: int,
     max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, softcap: float,
     window_left: int | None, window_right: int | None, dropout_p: float, *, autotune: bool,
+    positions: Positions = None,
 ) -> Problem:  # fmt: skip
     """row_bounds and the six behind it are None together: no block mask."""
     blocks = None
@@ -106,14 +107,14 @@ def _problem(
     key = (
         metadata(
             q, k, v, *index_tensors, row_bounds, row_indices, row_patterns, col_bounds,
-            col_indices, col_patterns, token_masks,
+            col_indices, col_patterns, token_masks, *(positions or ()),
         ),
         block_m, block_n, max_seqlen_q, max_seqlen_k, softmax_scale, softcap, window_left,
         window_right, dropout_p, autotune,
     )  # fmt: skip
     known = _problems.get(key)
     if known is not None:
-        return known.with_tensors(q, k, v, *index_tensors, blocks)
+        return known.with_tensors(q, k, v, *index_tensors, blocks, positions)
     problem = Problem(
         q,
         k,
@@ -131,6 +132,7 @@ def _problem(
         window_right=window_right,
         dropout_p=dropout_p,
         blocks=blocks,
+        positions=positions,
         autotune=autotune,
     )
     _problems.keep(key, problem.with_tensors(None, None, None))
@@ -151,9 +153,12 @@ def known_problem(*inputs: Any) -> Problem:
     return _problem(*before, autotune=autotune).with_tensors(None, None, None)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *options: Any, positions: Positions = None
+) -> tuple[Tensor, Tensor]:
     *before, kernel, autotune = options
-    return forward_of(_problem(q, k, v, *before, autotune=autotune), kernel)
+    problem = _problem(q, k, v, *before, autotune=autotune, positions=positions)
+    return forward_of(problem, kernel)
 
 
 def forward_of(problem: Problem, kernel: str | None) -> tuple[Tensor, Tensor]:
@@ -167,12 +172,12 @@ def forward_of(problem: Problem, kernel: str | None) -> tuple[Tensor, Tensor]:
 
 def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    *options: Any,
+    *options: Any, positions: Positions = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *before, kernel, autotune = options
     if dout.dtype != q.dtype:  # launches are kept by the dtype of q
         raise ValueError(f"dout must be {q.dtype} like q, got {dout.dtype}")
-    problem = _problem(q, k, v, *before, autotune=autotune)
+    problem = _problem(q, k, v, *before, autotune=autotune, positions=positions)
     if _family(problem, kernel, "backward") == "portable":
         return portable_backward(problem, dout, dlse, out, lse)
     from .hopper.launch import attention_backward as hopper_backward

@@ -9,7 +9,8 @@ With a causal mask the shares are zigzag: of 2 * size chunks process r holds chu
 2 * size - 1 - r, so that every process has the same work in every step. Packed sequences are split
 as one stream, wherever they begin and end: positions of a share rise, so that what it holds of a
 sequence is a run of its rows, and a step is one packed call whose sequences may be empty. Of a
-block mask each step walks the blocks of its queries and keys; without one it computes nothing.
+block mask each step walks the blocks of its queries and keys; without one it computes nothing. The
+dropout mask is that of one process: the kernels are told where rows and columns lie.
 """
 
 from typing import Any
@@ -23,7 +24,9 @@ from . import operators
 from .attention import Seed, autocast, check_kernel, check_packed_layout, check_qkv, seed_tensor
 from .block_mask import BlockMask
 from .block_sparse import check_mask
-from .ring_blocks import held_chunks, parts, step_masks
+from .portable.launch import Positions
+from .ring_blocks import step_masks
+from .ring_shares import held_cu_seqlens, held_positions, parts
 
 _LISTS = 7  # tensors of a step's block mask
 _LEAST = torch.finfo(torch.float32).min
@@ -63,15 +66,15 @@ def ring_attention(
 
     Args:
         q: (batch, seqlen / size, nheads, headdim), float16, bfloat16 or float32: this process's
-            share, with causal or a block mask the positions of zigzag_positions, else any.
+            share, with causal, dropout or a block mask the positions of zigzag_positions, else any.
         k, v: (batch, seqlen / size, nheads_k, headdim), the same share.
         block_mask: as in block_sparse_attention, of the whole sequence, the same on all processes.
             Each cuts out what it needs at the first call and keeps that with the mask. seqlen is a
             multiple of 2 * size blocks, in rows and in columns.
         group: None is all processes. All of them call at the same time with the same shapes.
         causal, softmax_scale, dropout_p, deterministic, kernel: as in flash_attention.
-        dropout_seed: as in flash_attention, each process its own. The dropped probabilities depend
-            on how the sequence is split.
+        dropout_seed: as in flash_attention, the same on all processes; None takes what the first
+            of them draws. The dropped probabilities are those of the whole sequence on one process.
 
     Returns:
         (batch, seqlen / size, nheads, headdim), dtype of q. It and its gradients are exact up to
@@ -79,14 +82,14 @@ def ring_attention(
 
     Raises:
         ValueError: as flash_attention and block_sparse_attention; q, k and v must have the same
-            batch and rows, with causal an even number of rows; blocks must divide the chunks.
+            batch and rows, with causal or dropout an even number; blocks must divide the chunks.
     """
     q, k, v = autocast(q, k, v)
     check_qkv(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
-    if q.shape[:2] != k.shape[:2] or (causal and q.shape[1] % 2):
+    if q.shape[:2] != k.shape[:2] or ((causal or dropout_p > 0.0) and q.shape[1] % 2):
         raise ValueError(
-            "q and k must have the same batch and rows, with causal an even number of rows, "
-            f"got {tuple(q.shape[:2])} and {tuple(k.shape[:2])}"
+            "q and k must have the same batch and rows, with causal or dropout an even number of "
+            f"rows, got {tuple(q.shape[:2])} and {tuple(k.shape[:2])}"
         )
     steps = []
     if block_mask is not None:
@@ -163,10 +166,14 @@ def _attend(
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
     kernel = check_kernel(kernel, deterministic)
-    seed = seed_tensor(dropout_seed, q.device) if dropout_p > 0.0 else None
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     ring = group or dist.group.WORLD
     assert ring is not None
+    seed = None
+    if dropout_p > 0.0:
+        seed = seed_tensor(dropout_seed, q.device)
+        if dropout_seed is None:
+            seed = torch.ops.flash_kernels.ring_seed(seed, ring.group_name)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     blocks = [t for mask in steps for t in (*mask.rows, *mask.cols, mask.token_masks)]
     sizes = (steps[0].block_m, steps[0].block_n) if steps else (0, 0)
     return torch.ops.flash_kernels.ring_forward(
@@ -194,35 +201,10 @@ class _Exchange:
         return self.received
 
 
-def pair_seed(seed: Tensor, source: int) -> Tensor:
-    """Dropout seed of a process's queries, whose own seed is given, and the keys of `source`.
-
-    The step is large and odd, so that consecutive seeds give no pair that of another.
-    """
-    step = 0x9E3779B97F4A7C15 * source % 2**64
-    return seed + (step - 2**64 if step >= 2**63 else step)
-
-
-def held_cu_seqlens(cu_seqlens: Tensor, source: int, size: int, rows: int, part: slice) -> Tensor:
-    """Where sequences start in a part of a process's share: int32, as cu_seqlens, never falling.
-
-    Args:
-        cu_seqlens: of the whole.
-        source, size: the process, of how many.
-        rows: of its share of a line.
-        part: of these rows: all, or the first or second half, which are its two chunks.
-    """
-    half, length = rows // 2, rows * size
-    line = cu_seqlens.div(length, rounding_mode="floor")
-    place = cu_seqlens - line * length
-    held = [(place - c * half).clamp(0, half) for c in held_chunks(source, size, rows, part)]
-    return (line * (part.stop - part.start) + sum(held)).int()
-
-
 class _Step:
     """The attention of a process's `rows` to the `cols` of `source`.
 
-    options: of the operators; None where nothing is seen.
+    options, positions: of the operators; options None where nothing is seen.
     """
 
     def __init__(
@@ -233,7 +215,12 @@ class _Step:
         rank, size, num_rows = dist.get_rank(ring), dist.get_world_size(ring), q.shape[1]
         self.rows, self.cols, is_causal = parts(rank, source, num_rows, causal)
         self.is_packed = cu_seqlens is not None
-        seed = None if seed is None else pair_seed(seed, source)
+        self.positions: Positions = None
+        if seed is not None:
+            self.positions = (
+                held_positions(cu_seqlens, rank, size, num_rows, self.rows, q),
+                held_positions(cu_seqlens, source, size, num_rows, self.cols, q),
+            )
         rest = (seed, scale, 0 if is_causal else None, dropout_p, kernel)
         seqlen_q, seqlen_k = (part.stop - part.start for part in (self.rows, self.cols))
         self.options: tuple | None
@@ -266,6 +253,19 @@ def _process_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
+@torch.library.custom_op("flash_kernels::ring_seed", mutates_args=())
+def _first_seed(seed: Tensor, group: str) -> Tensor:
+    """The seed of the first process."""
+    seed = seed.clone()
+    dist.broadcast(seed, group=_process_group(group), group_src=0)
+    return seed
+
+
+@_first_seed.register_fake
+def _(seed: Tensor, group: str) -> Tensor:
+    return torch.empty_like(seed)
+
+
 @torch.library.custom_op("flash_kernels::ring_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, seed: Tensor | None,
@@ -288,7 +288,9 @@ def _forward(
             softmax_scale, dropout_p, kernel,
         )  # fmt: skip
         if step.options is not None:
-            out, lse = operators.forward(*step.qkv(q, k, v), *step.options)
+            out, lse = operators.forward(
+                *step.qkv(q, k, v), *step.options, positions=step.positions
+            )
             # Views: the rows of this step.
             old, old_lse = total[:, step.rows], total_lse[..., step.rows]
             out = out.view(old.shape)
@@ -341,6 +343,7 @@ def _backward(
             gradients = operators.backward(
                 step.inputs(dout, step.rows), None, *step.qkv(q, k, v),
                 step.inputs(out, step.rows), part_lse.contiguous(), *step.options,
+                positions=step.positions,
             )  # fmt: skip
         if arriving is None:
             dkv = [torch.zeros(k.shape, dtype=torch.float32, device=k.device) for _ in range(2)]

@@ -7,6 +7,7 @@ import torch
 from .block_lists import list_blocks, sort_blocks
 from .block_mask import BlockMask
 from .block_mask_checks import check_covered
+from .ring_shares import held_chunks, parts
 
 
 def check_chunks(block_mask: BlockMask, seqlen: int, size: int) -> None:
@@ -21,22 +22,6 @@ def check_chunks(block_mask: BlockMask, seqlen: int, size: int) -> None:
         )
     check_covered("seqlen_q", seqlen, block_mask.num_rows * block_mask.block_m)
     check_covered("seqlen_k", seqlen, block_mask.num_cols * block_mask.block_n)
-
-
-def parts(rank: int, source: int, rows: int, causal: bool) -> tuple[slice, slice, bool]:
-    """(query rows, keys, whether causal) of the step that holds the keys of process `source`."""
-    everything = slice(0, rows)
-    if not causal or source == rank:
-        return everything, everything, causal
-    if source < rank:  # its first chunk is before both of ours, its second one behind
-        return everything, slice(0, rows // 2), False
-    return slice(rows // 2, rows), everything, False
-
-
-def held_chunks(source: int, size: int, rows: int, part: slice) -> tuple[int, ...]:
-    """Which of 2 * size chunks lie in `part` of a process's rows: all, or one half of them."""
-    half = rows // 2
-    return (source, 2 * size - 1 - source)[part.start // half : part.stop // half]
 
 
 def step_masks(

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 RECOMPUTE = ("none", "selective", "full")
 _KEPT = {
     "aten": ("mm", "addmm", "bmm", "baddbmm", "linear"),
-    "flash_kernels": ("attention_forward", "ring_forward"),
+    "flash_kernels": ("attention_forward", "ring_forward", "ring_seed"),
 }
 
 

@@ -20,6 +20,8 @@ DATA = {"text": ["data=text"], "packed": ["data=packed_documents", "data.max_doc
 ATTENTION = {
     "sdpa": ["attention=sdpa"],
     "flash": ["attention=flash"],
+    "reference_dropout": ["attention=reference", "model.attn_dropout=0.2"],
+    "dropout": ["attention=flash", "model.attn_dropout=0.2"],
     "window": [
         *("attention=reference", "attention._target_=model.attention.reference_attention"),
         *("~attention.path", "+attention._partial_=true", "+attention.window=[20,0]"),
@@ -30,11 +32,12 @@ ATTENTION = {
         *("+attention.pattern.block_m=16", "+attention.pattern.block_n=16"),
     ],
 }
-PLAIN = {"sdpa": "sdpa", "flash": "sdpa", "sparse": "window"}  # what computes the same
+# What computes the same on one process.
+PLAIN = {"sdpa": "sdpa", "flash": "sdpa", "sparse": "window", "dropout": "reference_dropout"}
 
 
 def options(data: str, attention: str, steps: int) -> list[str]:
-    return [*DATA[data], *ATTENTION[attention], *SMALL, f"trainer.max_steps={steps}"]
+    return [*DATA[data], *SMALL, *ATTENTION[attention], f"trainer.max_steps={steps}"]
 
 
 def shown(workplace, name: str) -> dict[str, list[float]]:
@@ -82,7 +85,7 @@ def test_two_processes_train_like_one(workplace, one_process):
     check(
         workplace, one_process, 2,
         ("packed sdpa fsdp heads 2", STEPS),
-        ("packed flash ddp ring 2", FEW),
+        ("packed dropout ddp ring 2", FEW),
     )  # fmt: skip
 
 
@@ -99,8 +102,8 @@ def test_four_processes_train_like_one(workplace, one_process):
 @pytest.mark.parametrize(
     "num_processes, cases",
     [
-        (2, ["text flash fsdp ring 2", "text sparse ddp ring 2", "text sparse fsdp ring 2"]),
-        (4, ["packed flash fsdp ring 2", "text sparse ddp ring 2", "text flash ddp ring 4"]),
+        (2, ["text flash fsdp ring 2", "text sparse ddp ring 2", "text dropout fsdp ring 2"]),
+        (4, ["packed flash fsdp ring 2", "text sparse fsdp ring 2", "text dropout ddp ring 4"]),
     ],
 )
 def test_all_steps_on_a_ring_are_those_of_one_process(workplace, one_process, num_processes, cases):

@@ -27,10 +27,11 @@ _DELTA_ROWS = 64
 
 @triton.jit(do_not_specialize=["lse_strides", "num_heads", "seqlen_q", "num_tiles"])
 def delta_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_words_ptr, seed_ptr, cu_seqlens_q_ptr,
-    out_strides, dout_strides, lse_strides, dlse_strides, nheads, seqlen_q, num_tiles,
-    inverse_keep_scale, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    IS_VARLEN: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_words_ptr, seed_ptr, positions_ptr,
+    cu_seqlens_q_ptr, out_strides, dout_strides, lse_strides, dlse_strides, nheads, seqlen_q,
+    num_tiles, inverse_keep_scale, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, IS_VARLEN: tl.constexpr, HAS_DLSE: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """What the other kernels need of a query row, four float32 words side by side, one load each.
 
@@ -72,7 +73,9 @@ def delta_kernel(
     row_keys = rows
     row_multipliers = rows
     if HAS_DROPOUT:
-        row_keys, row_multipliers = dropout.dropout_row_keys(seed_ptr, rows, batch_head)
+        row_keys, row_multipliers = dropout.dropout_row_keys(
+            seed_ptr, positions_ptr, first_q, rows, seqlen_q, batch_head
+        )
     words = tl.join(
         tl.join(lse_log2, row_keys.to(tl.float32, bitcast=True)),
         tl.join(delta, row_multipliers.to(tl.float32, bitcast=True)),
@@ -284,7 +287,7 @@ def compute_row_words(
     row_words = torch.empty((*lse.shape, 4), dtype=torch.float32, device=lse.device)
     dlse_strides = None if dlse is None else dlse.stride()
     launch = p.launch(_row_words_launch, out.stride(), dout.stride(), dlse_strides)
-    launch(out, dout, lse, dlse, row_words, p.dropout_seed, p.cu_seqlens_q)
+    launch(out, dout, lse, dlse, row_words, p.dropout_seed, p.positions_q, p.cu_seqlens_q)
     return row_words
 
 

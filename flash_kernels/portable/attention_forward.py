@@ -92,7 +92,8 @@ _LENGTHS = [
 @triton.jit(do_not_specialize=_LENGTHS)
 def attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, alibi_ptr, seed_ptr, column_keys_ptr, lists,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_k_ptr, alibi_ptr, seed_ptr, positions_ptr,
+    column_keys_ptr, lists,
     q_strides, k_strides, v_strides, out_strides, lse_strides, column_strides, alibi_stride_batch,
     nheads, group_size, num_heads, seqlen_q, seqlen_k, num_tiles, heads_per_group,
     window, scale_log2, softcap, dropout_threshold, keep_scale,
@@ -146,7 +147,9 @@ def attention_forward_kernel(
     row_keys = rows
     row_multipliers = rows
     if HAS_DROPOUT:
-        row_keys, row_multipliers = dropout.dropout_row_keys(seed_ptr, rows, batch_head)
+        row_keys, row_multipliers = dropout.dropout_row_keys(
+            seed_ptr, positions_ptr, first_q, rows, seqlen_q, batch_head
+        )
         column_keys_ptr += batch_64 * column_strides[0] + head_64 * column_strides[1] + first_k
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -221,7 +224,10 @@ def attention_forward(
     launch = p.launch(_forward_launch, tile)
     with p.device_guard():
         keys = dropout.column_keys(p)
-        launch(p.q, p.k, p.v, out, lse, *p.index_tensors(), p.dropout_seed, keys, p.row_lists)
+        launch(
+            p.q, p.k, p.v, out, lse, *p.index_tensors(), p.dropout_seed, p.positions_q, keys,
+            p.row_lists,
+        )  # fmt: skip
     return out, lse
 
 

@@ -1,5 +1,6 @@
 """Dropout of attention probabilities: a mask that is a function of (seed, batch, head, row,
-column), so that the backward makes it again instead of reading it.
+column), so that the backward makes it again instead of reading it. Rows and columns count from the
+start of their sequence; of a call that holds some of them, positions say which.
 
 A row has a key and an odd multiplier, a column a key; one multiply-add of the three and one
 comparison decide an element. Rows make their words where they are used; the keys of the columns are
@@ -39,8 +40,20 @@ def drop(values, row_keys, row_multipliers, column_keys, threshold, PTX: tl.cons
 
 
 @triton.jit
-def dropout_row_keys(seed_ptr, rows, batch_head):
+def load_positions(positions_ptr, first, rows, end):
+    """Where rows [BLOCK] of a call lie in their sequence: as they are, if positions_ptr is None.
+
+    positions_ptr: int32, of all rows of the call; first: the place of the sequence's row 0 in it.
+    """
+    if positions_ptr is not None:
+        rows = tl.load(positions_ptr + first + rows, mask=rows < end, other=0)
+    return rows
+
+
+@triton.jit
+def dropout_row_keys(seed_ptr, positions_ptr, first_q, rows, seqlen_q, batch_head):
     """(key, odd multiplier) of query rows, int32: Philox words of (row, batch * nheads + head)."""
+    rows = load_positions(positions_ptr, first_q, rows, seqlen_q)
     zeros = rows * 0
     key, multiplier, _, _ = tl.philox(
         tl.load(seed_ptr), rows, zeros + batch_head, zeros + ROW_DOMAIN, zeros
@@ -91,15 +104,17 @@ def load_column_keys(
 
 @triton.jit
 def row_keys_kernel(
-    seed_ptr, keys_ptr, multipliers_ptr, cu_seqlens_q_ptr, lse_strides, nheads, seqlen_q,
-    num_tiles, IS_VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    seed_ptr, positions_ptr, keys_ptr, multipliers_ptr, cu_seqlens_q_ptr, lse_strides, nheads,
+    seqlen_q, num_tiles, IS_VARLEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dropout_row_keys of every row, laid out like the LSE. Grid: (heads * num_tiles,)."""
     batch_head = tl.program_id(0) // num_tiles
     batch_index = batch_head // nheads
     rows = (tl.program_id(0) % num_tiles) * BLOCK + tl.arange(0, BLOCK)
     first_q, seqlen_q = tiles.sequence_range(cu_seqlens_q_ptr, batch_index, seqlen_q, IS_VARLEN)
-    keys, multipliers = dropout_row_keys(seed_ptr, rows, batch_head)
+    keys, multipliers = dropout_row_keys(
+        seed_ptr, positions_ptr, first_q, rows, seqlen_q, batch_head
+    )
     offsets = (
         batch_index.to(tl.int64) * lse_strides[0]
         + (batch_head % nheads).to(tl.int64) * lse_strides[1]
@@ -112,27 +127,24 @@ def row_keys_kernel(
 
 @triton.jit
 def column_keys_kernel(
-    seed_ptr, column_keys_ptr, cu_seqlens_k_ptr, column_strides, nheads, seqlen_k, num_tiles,
-    IS_VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    seed_ptr, positions_ptr, column_keys_ptr, cu_seqlens_k_ptr, column_strides, nheads, seqlen_k,
+    num_tiles, IS_VARLEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dropout_column_keys of every column of every head. Grid: (heads * num_tiles,)."""
     pid = tl.program_id(0)
     batch_head = pid // num_tiles
     batch_index = batch_head // nheads
     head = (batch_head % nheads).to(tl.int64)
-    positions = (pid % num_tiles) * BLOCK + tl.arange(0, BLOCK)
+    cols = (pid % num_tiles) * BLOCK + tl.arange(0, BLOCK)
     seed = tl.load(seed_ptr)
     first_k, length_k = tiles.sequence_range(cu_seqlens_k_ptr, batch_index, seqlen_k, IS_VARLEN)
+    positions = load_positions(positions_ptr, first_k, cols, length_k)
 
     keys = dropout_column_keys(seed, positions, batch_head)
     column_offset = (
         batch_index.to(tl.int64) * column_strides[0] + head * column_strides[1] + first_k
     )
-    tl.store(
-        column_keys_ptr + column_offset + positions,
-        keys,
-        mask=positions < length_k,
-    )
+    tl.store(column_keys_ptr + column_offset + cols, keys, mask=cols < length_k)
 
 
 def column_keys(problem: Problem, block: int = 0) -> Tensor | None:
@@ -150,7 +162,9 @@ def column_keys(problem: Problem, block: int = 0) -> Tensor | None:
     keys = torch.empty((*heads, columns), dtype=torch.int32, device=p.q.device)
     strides = (0, columns) if p.is_varlen else (p.nheads * columns, columns)
     if keys.numel() > 0:
-        p.launch(_column_keys_launch, strides)(p.dropout_seed, keys, p.cu_seqlens_k)
+        p.launch(_column_keys_launch, strides)(
+            p.dropout_seed, p.positions_k, keys, p.cu_seqlens_k
+        )  # fmt: skip
     return keys
 
 
@@ -178,7 +192,9 @@ def row_keys(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
         return None, None
     keys = torch.empty(p.lse_shape, dtype=torch.int32, device=p.q.device)
     multipliers = torch.empty_like(keys)
-    p.launch(_row_keys_launch)(p.dropout_seed, keys, multipliers, p.cu_seqlens_q)
+    p.launch(_row_keys_launch)(
+        p.dropout_seed, p.positions_q, keys, multipliers, p.cu_seqlens_q
+    )  # fmt: skip
     return keys, multipliers
 
 

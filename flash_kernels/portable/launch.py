@@ -26,6 +26,11 @@ _NO_GUARD: contextlib.AbstractContextManager = contextlib.nullcontext()
 _MAX_LAUNCHES = 64
 
 
+# Of rows and of columns, int32 (seqlen,), of packed sequences (total,): where they lie in their
+# sequence, for the dropout mask of a call that holds some of it. None: they count from its start.
+Positions = tuple[Tensor, Tensor] | None
+
+
 class WalkedMask(NamedTuple):
     """What the kernels need of a block mask; token_masks bool (num_patterns, block_m, block_n)."""
 
@@ -81,11 +86,13 @@ class Problem:
         window_right: int | None = None,
         dropout_p: float = 0.0,
         blocks: WalkedMask | None = None,
+        positions: Positions = None,
         autotune: bool = False,
     ) -> None:
         self._set_tensors(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, blocks
-        )
+            q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_k, alibi_slopes, dropout_seed, blocks,
+            positions,
+        )  # fmt: skip
         self.device_index = q.device.index if q.is_cuda else None
         # 3 and 3.0 are equal in the key of a kept Problem, but not to Triton.
         self.softmax_scale, self.softcap = float(softmax_scale), float(softcap)
@@ -133,11 +140,13 @@ class Problem:
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None, lengths_k: Tensor | None = None,
         alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None,
-        blocks: WalkedMask | None = None,
+        blocks: WalkedMask | None = None, positions: Positions = None,
     ) -> None:  # fmt: skip
         self.q, self.k, self.v = q, k, v
         self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
         self.lengths_k, self.alibi_slopes, self.dropout_seed = lengths_k, alibi_slopes, dropout_seed
+        self.positions_q = None if positions is None else positions[0]
+        self.positions_k = None if positions is None else positions[1]
         # Of a block mask: what the kernels walk (sparse.py), by query row and by key column.
         self.mask = blocks
         self.row_lists = self.col_lists = None

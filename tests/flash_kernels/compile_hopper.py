@@ -157,6 +157,8 @@ def launch_case(direction, headdim, dtype, options, seqlen_q=200, seqlen_k=200):
     if "varlen" in options:
         steps = torch.tensor([0, 200, 400], dtype=torch.int32)
         more.update(cu_seqlens_q=steps, cu_seqlens_k=steps, max_seqlen_q=200, max_seqlen_k=200)
+    if "positions" in options:
+        more["positions"] = (torch.zeros(400, dtype=torch.int32),) * 2
     if "lengths" in options:
         more["lengths_k"] = torch.zeros(2, dtype=torch.int32)
     if "blocks" in options or "tokens" in options:

@@ -36,8 +36,9 @@ _FLOATS = (
 _OPTIONAL = {
     "cu_seqlens_q_ptr": "varlen", "cu_seqlens_k_ptr": "varlen", "lengths_k_ptr": "lengths",
     "alibi_ptr": "alibi", "lists": "sparse", "seed_ptr": "dropout", "column_keys_ptr": "dropout",
-    "dlse_ptr": "dlse",
+    "dlse_ptr": "dlse", "positions_ptr": "positions",
 }  # fmt: skip
+_INDICES = ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "lengths_k_ptr", "positions_ptr")
 
 
 def target_of(arch: str) -> tuple[GPUTarget, str]:
@@ -78,7 +79,7 @@ def build(kernel: str, arch: str, headdim: int, dtype: str, options: list[str], 
         elif name in _OPTIONAL and _OPTIONAL[name] not in options:
             signature[name], constexprs[(index,)] = "constexpr", None
         elif name.endswith("_ptr"):
-            if name in ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "lengths_k_ptr") or "keys" in name:
+            if name in _INDICES or "keys" in name:
                 signature[name] = "*i32"
             elif name == "seed_ptr":
                 signature[name] = "*i64"

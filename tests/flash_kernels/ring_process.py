@@ -3,7 +3,6 @@
 Checks its share of ring_attention, forward and backward, against the whole sequence in float64.
 """
 
-import itertools
 import json
 import sys
 
@@ -11,13 +10,8 @@ import torch
 import torch.distributed as dist
 
 from flash_kernels import BlockMask, reference, testing
-from flash_kernels.ring import (
-    pair_seed,
-    parts,
-    ring_attention,
-    ring_attention_varlen,
-    zigzag_positions,
-)
+from flash_kernels.attention import seed_tensor
+from flash_kernels.ring import ring_attention, ring_attention_varlen, zigzag_positions
 
 
 def main(rank: int, size: int, folder: str, cases: list[dict]) -> None:
@@ -49,13 +43,11 @@ def check_packed(
     share = [t[mine].requires_grad_() for t in whole]
     out = ring_attention_varlen(
         *share, cu_seqlens=cu_seqlens, max_seqlen=max(lengths), causal=causal,
-        dropout_p=dropout_p, dropout_seed=11 + rank,
+        dropout_p=dropout_p, dropout_seed=11,
     )  # fmt: skip
     grads = torch.autograd.grad(out, share, dout[mine])
     sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    keep = torch.ones(1, 4, total, total, dtype=torch.bool)
-    if dropout_p:
-        keep = packed_keep(size, causal, shares, sequence, dropout_p)
+    keep = packed_keep(lengths, dropout_p)
     truth = [t.double()[None].requires_grad_() for t in whole]
     expected = attend(*truth, sequence[:, None] == sequence, causal, keep, dropout_p)
     exact = (expected, *torch.autograd.grad(expected, truth, dout.double()[None]))
@@ -63,23 +55,14 @@ def check_packed(
         torch.testing.assert_close(found.double(), whole_exact[0, mine], rtol=1e-5, atol=1e-5)
 
 
-def packed_keep(
-    size: int, causal: bool, shares: list[torch.Tensor], sequence: torch.Tensor, dropout_p: float
-) -> torch.Tensor:
-    """What each pair of processes keeps of each sequence, at its place: (1, 4, total, total)."""
-    total = len(sequence)
-    keep = torch.zeros(1, 4, total, total, dtype=torch.bool)
-    for rank, source in itertools.product(range(size), repeat=2):
-        rows, cols, _ = parts(rank, source, shares[0].shape[1], causal)
-        rows, cols = shares[rank][:, rows].flatten(), shares[source][:, cols].flatten()
-        seed = int(pair_seed(torch.tensor([11 + rank]), source))
-        for index in sequence.unique().tolist():
-            mine, theirs = rows[sequence[rows] == index], cols[sequence[cols] == index]
-            if len(mine) and len(theirs):
-                keep[:, :, mine[:, None], theirs] = reference.dropout_keep_mask(
-                    seed, 1, 4, len(mine), len(theirs), dropout_p, "cpu", first_sequence=index
-                )
-    return keep
+def packed_keep(lengths: list[int], dropout_p: float) -> torch.Tensor:
+    """What one process keeps of each sequence, at its place: (1, 4, total, total)."""
+    masks = [
+        reference.dropout_keep_mask(11, 1, 4, n, n, dropout_p, first_sequence=index)
+        for index, n in enumerate(lengths)
+    ]
+    heads = [torch.block_diag(*(mask[0, head] for mask in masks)) for head in range(4)]
+    return torch.stack(heads)[None]
 
 
 def check(
@@ -96,16 +79,17 @@ def check(
     if blocks is not None:
         block_mask = make_block_mask(batch, seqlen, *blocks)
         seen = block_mask.to_token_mask()
-    elif not causal:
+    elif not causal and not dropout_p:
         positions = torch.arange(seqlen).view(size, -1)[rank]
     share = [t.detach()[:, positions].requires_grad_() for t in whole]
     options = dict(block_mask=block_mask, causal=causal, dropout_p=dropout_p)
-    out = ring_attention(*share, **options, dropout_seed=11 + rank)
+    torch.manual_seed(rank)
+    out = ring_attention(*share, **options)
     grads = torch.autograd.grad(out, share, dout[:, positions])
     truth = [t.detach().double().requires_grad_() for t in whole]
-    keep = torch.ones((), dtype=torch.bool)
-    if dropout_p:
-        keep = whole_keep(size, causal, whole[0], dropout_p)
+    torch.manual_seed(0)  # as the first process draws
+    seed = seed_tensor(None, torch.device("cpu"))
+    keep = reference.dropout_keep_mask(seed, batch, 4, seqlen, seqlen, dropout_p)
     expected = attend(*truth, seen, causal, keep, dropout_p)
     exact = (expected, *torch.autograd.grad(expected, truth, dout.double()))
     for found, whole_exact in zip((out, *grads), exact, strict=True):
@@ -121,21 +105,6 @@ def make_block_mask(batch: int, seqlen: int, block_m: int, block_n: int) -> Bloc
     blocks[..., -(blocks.shape[-1] // 4) :] = False
     tokens = torch.rand(seqlen, seqlen, generator=generator) < 0.7
     return BlockMask.from_dense(blocks, block_m, block_n, token_mask=tokens)
-
-
-def whole_keep(size: int, causal: bool, q: torch.Tensor, dropout_p: float) -> torch.Tensor:
-    """What each pair of processes keeps, at its place: bool (batch, nheads, seqlen, seqlen)."""
-    batch, seqlen, nheads, _ = q.shape
-    keep = torch.zeros(batch, nheads, seqlen, seqlen, dtype=torch.bool)
-    shares = [zigzag_positions(seqlen, rank, size) for rank in range(size)]
-    for rank, source in itertools.product(range(size), repeat=2):
-        rows, cols, _ = parts(rank, source, seqlen // size, causal)
-        rows, cols = shares[rank][rows], shares[source][cols]
-        seed = int(pair_seed(torch.tensor([11 + rank]), source))
-        keep[:, :, rows[:, None], cols] = reference.dropout_keep_mask(
-            seed, batch, nheads, len(rows), len(cols), dropout_p, "cpu"
-        )
-    return keep
 
 
 def attend(q, k, v, seen, causal: bool, keep, dropout_p: float) -> torch.Tensor:

@@ -20,7 +20,9 @@ SHARED_KIB = {
     "sm_120": 99,
     "gfx942": 64,
 }
-ALL_OPTIONS = ["causal", "window", "softcap", "alibi", "lengths", "varlen", "dropout"]
+ALL_OPTIONS = [
+    *("causal", "window", "softcap", "alibi", "lengths", "varlen", "dropout", "positions"),
+]
 
 
 def compile_cases(cases):

@@ -77,7 +77,7 @@ CASES = [
     (64, "bf16", ["varlen", "window", "dropout"]),
     (64, "bf16", ["tokens", "causal"]),
     (128, "bf16", ["causal"]),
-    (128, "fp16", ["varlen", "dropout"]),
+    (128, "fp16", ["varlen", "dropout", "positions"]),
     (128, "bf16", ["tokens", "causal", "dropout"]),
 ]
 OF_FORWARD = [(64, "bf16", ["long"]), (40, "bf16", ["long", "lengths", "causal"])]

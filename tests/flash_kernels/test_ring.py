@@ -10,14 +10,9 @@ import pytest
 import torch
 
 from flash_kernels import BlockMask
-from flash_kernels.ring import (
-    held_cu_seqlens,
-    pair_seed,
-    ring_attention,
-    ring_attention_varlen,
-    zigzag_positions,
-)
-from flash_kernels.ring_blocks import check_chunks, parts, step_masks
+from flash_kernels.ring import ring_attention, ring_attention_varlen, zigzag_positions
+from flash_kernels.ring_blocks import check_chunks, step_masks
+from flash_kernels.ring_shares import held_cu_seqlens, held_positions, parts
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +39,7 @@ def test_a_share_is_its_part_of_the_whole(size, tmp_path):
     if size == 4:
         cases += [
             dict(causal=False, nheads_k=4, dropout_p=0.0, lengths=[3, 0, 9, 4]),
+            dict(causal=False, nheads_k=2, dropout_p=0.3),
             dict(causal=True, nheads_k=4, dropout_p=0.3, blocks=[16, 16]),
             dict(causal=False, nheads_k=2, dropout_p=0.3, blocks=[32, 16]),
         ]
@@ -73,6 +69,8 @@ def test_the_batches_must_agree():
     q = torch.zeros(2, 8, 2, 16)
     with pytest.raises(ValueError, match=r"the same batch and rows, .*got \(2, 8\) and \(1, 8\)"):
         ring_attention(q, q[:1], q[:1])
+    with pytest.raises(ValueError, match=r"dropout an even number of rows, got \(2, 7\) and"):
+        ring_attention(*(q[:, :7],) * 3, dropout_p=0.1)
 
 
 def test_shares_hold_runs_of_every_sequence():
@@ -81,8 +79,12 @@ def test_shares_hold_runs_of_every_sequence():
     for rank in range(4):
         positions = zigzag_positions(32, rank, 4)
         for part in (slice(0, 8), slice(0, 4), slice(4, 8)):
-            held = torch.bincount(sequence[positions[part]], minlength=4)
+            rows = positions[part]
+            held = torch.bincount(sequence[rows], minlength=4)
             assert held_cu_seqlens(cu_seqlens, rank, 4, 8, part).diff().tolist() == held.tolist()
+            found = held_positions(cu_seqlens, rank, 4, 8, part, torch.empty(1, 8))
+            assert found.tolist() == (rows - cu_seqlens[sequence[rows]]).tolist()
+            assert found.dtype == torch.int32
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -117,11 +119,6 @@ def test_blocks_must_divide_the_chunks(block_m, block_n, seqlen, message):
     blocks = torch.ones(192 // block_m, 192 // block_n, dtype=torch.bool)
     with pytest.raises(ValueError, match=message):
         check_chunks(BlockMask.from_dense(blocks, block_m, block_n), seqlen, 2)
-
-
-def test_no_pair_of_processes_shares_a_dropout_seed():
-    seeds = [int(pair_seed(torch.tensor([11 + r]), s)) for r in range(8) for s in range(8)]
-    assert len(set(seeds)) == 64
 
 
 def test_zigzag_needs_two_chunks_a_process():
