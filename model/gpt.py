@@ -174,8 +174,9 @@ class GPT(nn.Module):
             x, branch = block(x, branch, kv_cache=kv_cache, packing=packing)
         if kv_cache is not None:
             kv_cache.advance(seqlen)
-        _, normed = add_and_norm(x, branch, self.norm, self.resid_dropout, fused=self.fused)
-        return normed.view(*shape, -1)
+        # Before the norm: FSDP2 warns of a view as the result.
+        x, branch = (part.view(*shape, -1) for part in (x, branch))
+        return add_and_norm(x, branch, self.norm, self.resid_dropout, fused=self.fused)[1]
 
     @property
     def head_weight(self) -> Tensor:

@@ -1,7 +1,10 @@
 """Callbacks that disturb a run at a given step, for tests: +callbacks.x={_target_: tests....}."""
 
+import json
 import os
+from pathlib import Path
 
+import torch
 from lightning import Callback
 
 
@@ -40,3 +43,26 @@ class PoisonAt(Callback):
     def on_train_batch_end(self, *args):
         while self.hooks:
             self.hooks.pop().remove()
+
+
+class Watch(Callback):
+    """Writes what one process reads, as FOLDER/RANK.ids, and how often it calls collectives in
+    step `step`, as FOLDER/RANK.json."""
+
+    def __init__(self, *, folder, step):
+        self.folder, self.step = Path(folder), step
+
+    def on_train_batch_start(self, trainer, task, batch, *args):
+        self.folder.mkdir(exist_ok=True)
+        with (self.folder / f"{trainer.global_rank}.ids").open("ab") as file:
+            file.write(batch["input_ids"].numpy().tobytes())
+        if trainer.global_step == self.step:
+            self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            self.profile.start()
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == self.step + 1:
+            self.profile.stop()
+            events = self.profile.key_averages()
+            found = {e.key: e.count for e in events if e.key.startswith("c10d::")}
+            (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(found))

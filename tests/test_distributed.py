@@ -3,11 +3,14 @@
 Processes of one machine over gloo.
 """
 
+import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -34,9 +37,25 @@ def shown(workplace, name: str) -> list[list[float]]:
     return [[float(row[key]) for row in rows if row[key]] for key in SHOWN]
 
 
+def watch(folder: str, step: int) -> str:
+    return f"+callbacks.watch={{_target_:tests.disturbances.Watch,folder:{folder},step:{step}}}"
+
+
+def ids(workplace, folder: str, num_processes: int, steps: int) -> np.ndarray:
+    """What the processes together read, (steps, tokens of a step)."""
+    files = [workplace.folder / folder / f"{rank}.ids" for rank in range(num_processes)]
+    shares = [np.frombuffer(path.read_bytes(), dtype=np.int64) for path in files]
+    return np.concatenate([share.reshape(steps, -1) for share in shares], axis=1)
+
+
+def collectives(workplace, folder: str, num_processes: int) -> list[dict[str, int]]:
+    files = [workplace.folder / folder / f"{rank}.json" for rank in range(num_processes)]
+    return [json.loads(path.read_text()) for path in files]
+
+
 @pytest.fixture(scope="module")
 def one_process(workplace):
-    workplace.run("run_name=one", *EXACT, "trainer.max_steps=6")
+    workplace.run("run_name=one", *EXACT, "trainer.max_steps=6", watch("read_by_one", 5))
     return shown(workplace, "one")
 
 
@@ -48,28 +67,41 @@ def assert_like(found: list[list[float]], expected: list[list[float]]) -> None:
 
 def test_two_processes_train_like_one(workplace, one_process):
     """Two micro-batches a step on each, against four on one; at a seventh step one of them has a
-    gradient of NaN, and both leave the weights as they are."""
+    gradient of NaN, and both leave the weights as they are. They keep one record."""
     options = [*on_cpu("ddp", 2), "trainer.max_steps=7", "callbacks.guard.policy=skip"]
+    options += ["logger=wandb", "logger.wandb.mode=offline", watch("read_by_two", 5)]
     options += ["+callbacks.poison={_target_:tests.disturbances.PoisonAt,rank:1,step:6}"]
     out = workplace.run("run_name=ddp", *EXACT, *options, launcher=launcher(2))
     assert "step 6: " in out and "not both finite; skip" in out
     found = shown(workplace, "ddp")
     assert_like([column[:6] for column in found[:3]], one_process)
     assert found[3] == pytest.approx(one_process[3] * 2, rel=1e-5)
+    read = ids(workplace, "read_by_two", 2, 7)[:6]
+    assert np.array_equal(read, ids(workplace, "read_by_one", 1, 6))
+    # Gradients once, in two buckets, and sums of whole numbers and of fractions.
+    assert collectives(workplace, "read_by_two", 2) == [{"c10d::allreduce_": 4}] * 2
+    run = workplace.folder / "outputs/runs/ddp"
+    assert len([*run.glob("wandb/offline-run-*")]) == 1
+    numbers = [row["step"] for row in workplace.rows("ddp")]
+    assert numbers == [str(step) for step in range(1, 8)]
 
 
 def test_a_run_goes_on_with_other_processes(workplace, one_process):
     """Two steps on one; two on four under FSDP2, of which one gets a signal; two on two.
 
-    Of several, two share a sequence.
+    Of several, two share a sequence. Two micro-batches a step.
     """
     name = "run_name=elastic"
     workplace.run(name, *EXACT, "trainer.max_steps=2")
     options = [*on_cpu("fsdp", 4, context=2), "resume=auto"]
     options += ["callbacks.checkpoints.ask_every_n_steps=1"]
+    options += ["task.micro_batch_tokens=32", watch("read_by_four", 2)]
     options += ["+callbacks.x={_target_:tests.disturbances.SignalAt,rank:2,step:3,numbers:[15]}"]
     error = workplace.run(name, *EXACT, *options, launcher=launcher(4), code=1)
     assert error.count("exitcode  : 143") == 4, error
+    for counts in collectives(workplace, "read_by_four", 4):
+        # Gradients of the block and of what is around it.
+        assert counts["c10d::_reduce_scatter_base_"] == 2
     options = [*on_cpu("ddp", 2, context=2), "trainer.max_steps=6", "resume=auto"]
     workplace.run(name, *EXACT, *options, launcher=launcher(2))
     found = shown(workplace, "elastic")
@@ -129,6 +161,62 @@ def test_a_killed_process_is_said_and_the_run_restarts(workplace, monkeypatch):
     assert process.returncode == 0, error
     assert "exitcode: -9" in error and time.monotonic() - killed < 90
     numbers = [int(row["step"]) for row in workplace.rows("killed") if row["train/loss"]]
+    assert numbers == list(range(1, steps + 1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launched_by", ["torchrun", "Lightning"])
+def test_a_killed_process_ends_the_others_within_a_minute(workplace, launched_by):
+    name = f"run_name=ended_{launched_by}"
+    options = ["trainer.max_steps=4000", "trainer.val_check_interval=4000", "task.max_steps=4000"]
+    options += ["callbacks.checkpoints.every_n_steps=10", *on_cpu("ddp", 2)]
+    launch = launcher(2) if launched_by == "torchrun" else []
+    process = workplace.start(name, *options, launcher=launch)
+    folder = workplace.folder / f"outputs/runs/ended_{launched_by}/checkpoints"
+    wait_for(folder / "step-00000020.ckpt", process)
+    os.kill(children(process.pid)[-1], signal.SIGKILL)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert ("exitcode  : -9" if launched_by == "torchrun" else "exit code -9") in error, error
+
+
+def machines(options: list[str]) -> list[list[str]]:
+    """Launchers of two processes on each of two machines, which are this one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *options]
+    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
+    return [torchrun, torchrun]
+
+
+@pytest.mark.long
+def test_two_machines_train_like_one_process(workplace, one_process):
+    """Weights are sharded within a machine and replicated over both, sequences shared within."""
+    options = [*on_cpu("fsdp", 2, context=2), "trainer.num_nodes=2", "trainer.max_steps=6"]
+    options += ["run_name=machines", *EXACT, "task.micro_batch_tokens=32"]
+    started = [workplace.start(*options, launcher=each) for each in machines([])]
+    for process in started:
+        out, error = process.communicate(timeout=180)
+        assert process.returncode == 0, error
+    assert_like(shown(workplace, "machines"), one_process)
+
+
+@pytest.mark.long
+def test_a_killed_process_restarts_two_machines(workplace, monkeypatch):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    steps = 100
+    options = [*on_cpu("fsdp", 2), "trainer.num_nodes=2", f"trainer.max_steps={steps}"]
+    options += ["run_name=restarted", f"trainer.val_check_interval={steps}", "resume=auto"]
+    options += ["callbacks.checkpoints.every_n_steps=10"]
+    started = [workplace.start(*options, launcher=each) for each in machines(["--max-restarts=2"])]
+    checkpoints = workplace.folder / "outputs/runs/restarted/checkpoints"
+    wait_for(checkpoints / "step-00000020.ckpt", started[0])
+    os.kill(children(started[1].pid)[-1], signal.SIGKILL)
+    errors = [process.communicate(timeout=240)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], errors
+    assert "exitcode: -9" in errors[1]
+    numbers = [int(row["step"]) for row in workplace.rows("restarted") if row["train/loss"]]
     assert numbers == list(range(1, steps + 1))
 
 

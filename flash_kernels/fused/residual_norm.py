@@ -34,7 +34,7 @@ LIBRARY.define(
 @triton.jit
 def _is_kept(seed_ptr, rows, columns, threshold):
     """Mask of flash_kernels.reference.dropout_keep_mask for one head: rows by columns."""
-    keys, multipliers = dropout_row_keys(seed_ptr, rows, 0)
+    keys, multipliers = dropout_row_keys(seed_ptr, None, 0, rows, 0, 0)
     words = dropout_column_keys(tl.load(seed_ptr), columns, 0)[None, :] * multipliers[:, None]
     return words + keys[:, None] > threshold
 
