@@ -164,4 +164,10 @@ def explained(error: BaseException, trainer: Trainer, task: TrainingTask) -> Tra
             f"a process that loads data died ({error}): if the machine's memory ran out, lower "
             f"data.num_workers{more}"
         )
+    is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    if is_gloo or isinstance(error, torch.distributed.DistError):
+        return TrainingError(
+            "another process of the run ended or cannot be reached, and its own error says why "
+            f"({str(error).splitlines()[0].split('. ')[0]}){more}"
+        )
     return None

@@ -197,6 +197,22 @@ def test_out_of_memory_names_the_micro_batch_to_try(tmp_path, micro, advice):
     assert explained(ValueError("other"), trainer, task) is None
 
 
+@pytest.mark.parametrize(
+    "error, cause",
+    [
+        (
+            RuntimeError("[gloo/tcp/pair.cc:537] Connection reset by peer. More of it"),
+            "says why ([gloo/tcp/pair.cc:537] Connection reset by peer); resume=auto",
+        ),
+        (torch.distributed.DistBackendError("NCCL error\nLast"), "says why (NCCL error); resume"),
+    ],
+)
+def test_a_lost_process_is_explained(error, cause):
+    message = str(explained(error, None, None))
+    assert message.startswith("another process of the run ended") and cause in message
+    assert explained(RuntimeError("other"), None, None) is None
+
+
 class Mortal(Samples):
     """Its worker is killed at the fourth batch, as by a system that is out of memory."""
 
