@@ -1,4 +1,5 @@
-"""Sequences on several processes train like one: each way to attend, kind of data and strategy.
+"""Several processes train like one, also sequences that lie on several of them: each strategy, way
+to attend and kind of data.
 
 Processes of one machine over gloo; our kernels in Triton's interpreter, which takes most of the
 time: a few steps, and all of them if `long`. test_distributed.py lets four share sequences, too.
@@ -16,7 +17,11 @@ SMALL = (
     "callbacks.metrics.every_n_steps=1 callbacks.checkpoints.every_n_steps=1000 "
     "model.embd_dropout=0 model.resid_dropout=0 model.attn_dropout=0 sample_prompt=null"
 ).split()
-DATA = {"text": ["data=text"], "packed": ["data=packed_documents", "data.max_documents=2"]}
+DATA = {
+    "text": ["data=text"],
+    "wide": ["data=text", "data.batch_tokens=256"],  # a sequence for each of four processes
+    "packed": ["data=packed_documents", "data.max_documents=2"],
+}
 ATTENTION = {
     "sdpa": ["attention=sdpa"],
     "flash": ["attention=flash"],
@@ -37,7 +42,7 @@ PLAIN = {"sdpa": "sdpa", "flash": "sdpa", "sparse": "window", "dropout": "refere
 
 
 def options(data: str, attention: str, steps: int) -> list[str]:
-    return [*DATA[data], *SMALL, *ATTENTION[attention], f"trainer.max_steps={steps}"]
+    return [*SMALL, *DATA[data], *ATTENTION[attention], f"trainer.max_steps={steps}"]
 
 
 def shown(workplace, name: str) -> dict[str, list[float]]:
@@ -84,6 +89,8 @@ def check(workplace, one_process, num_processes: int, *cases: tuple[str, int]) -
 def test_two_processes_train_like_one(workplace, one_process):
     check(
         workplace, one_process, 2,
+        ("packed sdpa ddp heads 1", STEPS),
+        ("packed sdpa fsdp heads 1", STEPS),
         ("packed sdpa fsdp heads 2", STEPS),
         ("packed dropout ddp ring 2", FEW),
     )  # fmt: skip
@@ -96,6 +103,12 @@ def test_four_processes_train_like_one(workplace, one_process):
         ("text sdpa ddp heads 2", STEPS),
         ("packed flash fsdp ring 2", FEW),
     )  # fmt: skip
+
+
+@pytest.mark.long
+def test_four_processes_of_each_strategy_are_one(workplace, one_process):
+    cases = ["ddp heads 1", "fsdp heads 1", "ddp heads 2", "fsdp heads 2"]
+    check(workplace, one_process, 4, *((f"wide sdpa {case}", STEPS) for case in cases))
 
 
 @pytest.mark.long
