@@ -9,6 +9,9 @@ to attend over the whole sequence:
     ring   keys and values travel around (flash_kernels.ring): any number of heads, and their
            transfer hides behind the attention of the step before. Our kernels: flash attention,
            also of packed documents, and block-sparse attention of whole sequences.
+
+Dropout of attention drops on a ring what one process would with the seeds of the group's first.
+Over heads, and everywhere else in the model, each process draws for what it computes.
 """
 
 from typing import Any

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from flash_kernels import flash_attention, reference, testing
+from flash_kernels import flash_attention, operators, reference, testing
+from flash_kernels.ring import zigzag_positions
 
 
 def normal_scores(keep: torch.Tensor, dropout_p: float) -> torch.Tensor:
@@ -88,6 +89,46 @@ def test_kernel_mask_is_the_reference_mask():
     keep = reference.dropout_keep_mask(2**62 + 5, 2, 2, 40, seqlen, 0.4)
     assert torch.equal(out.transpose(1, 2) > 0, keep)
     torch.testing.assert_close(out.max(), torch.tensor(1 / 0.6 / seqlen))
+
+
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a GPU of compute capability 9.0",
+)
+
+
+@pytest.mark.parametrize(
+    "kernel", ["portable", pytest.param("hopper", marks=[pytest.mark.gpu, HOPPER])]
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_share_of_a_sequence_drops_what_the_whole_does(kernel, packed):
+    """Queries of one process of a ring of two, keys of the other."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    rows, cols = (zigzag_positions(96, rank, 2).to(device) for rank in range(2))
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, dout = torch.randn(4, 2, 48, 2, 64, generator=generator).to(device, dtype)
+    seed = torch.tensor([2**62 + 5], device=device)
+    keep = reference.dropout_keep_mask(seed, 2, 2, 96, 96, 0.4, device)[:, :, rows][..., cols]
+    truth = [t.double().requires_grad_() for t in (q, k, v)]
+    probs = torch.einsum("bihd,bjhd->bhij", *truth[:2]).mul(0.1).softmax(-1) * keep / 0.6
+    expected = torch.einsum("bhij,bjhd->bihd", probs, truth[2])
+    expected = [expected, *torch.autograd.grad(expected, truth, dout.double())]
+
+    inputs, positions = [dout, q, k, v], [rows.int(), cols.int()]
+    options = operators.dense_options(48, 48, seed, 0.1, None, 0.4, kernel)
+    if packed:  # the two as sequences of one row
+        inputs, positions = [t.flatten(0, 1) for t in inputs], [p.repeat(2) for p in positions]
+        starts = torch.tensor([0, 48, 96], dtype=torch.int32, device=device)
+        options = operators.packed_options(starts, starts, 48, 48, seed, 0.1, None, 0.4, kernel)
+    out, lse = operators.forward(*inputs[1:], *options, positions=tuple(positions))
+    grads = operators.backward(
+        inputs[0], None, *inputs[1:], out, lse, *options, positions=tuple(positions)
+    )
+    tolerance = 1e-2 if dtype == torch.float16 else 1e-5
+    for found, exact in zip((out, *grads), expected, strict=True):
+        error = (found.view(exact.shape) - exact).abs().max() / exact.abs().max()
+        assert error < tolerance
 
 
 def test_seeds():
