@@ -181,11 +181,39 @@ def test_a_killed_process_ends_the_others_within_a_minute(workplace, launched_by
     assert said in error, error
 
 
-def machines(options: list[str]) -> list[list[str]]:
-    """Launchers of two processes on each of two machines, which are this one."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launched_by", ["Lightning", "SLURM"])
+def test_other_launchers_train_like_one_process(workplace, one_process, monkeypatch, launched_by):
+    name = f"by_{launched_by}"
+    options = [*on_cpu("ddp", 2), "trainer.max_steps=6", f"run_name={name}", *EXACT]
+    if launched_by == "Lightning":
+        workplace.run(*options)
+    else:
+        tasks = {"NTASKS": "2", "JOB_ID": "7", "JOB_NAME": "flashtrain", "NODEID": "0"}
+        tasks |= {"NTASKS_PER_NODE": "2", "NODELIST": "127.0.0.1", "JOB_NUM_NODES": "1"}
+        for key, value in tasks.items():
+            monkeypatch.setenv(f"SLURM_{key}", value)
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+        started = []
+        for rank in ("0", "1"):
+            monkeypatch.setenv("SLURM_PROCID", rank)
+            monkeypatch.setenv("SLURM_LOCALID", rank)
+            started.append(workplace.start(*options))
+        for process in started:
+            out, error = process.communicate(timeout=120)
+            assert process.returncode == 0, error
+    assert_like(shown(workplace, name), one_process)
+
+
+def machines(options: list[str]) -> list[list[str]]:
+    """Launchers of two processes on each of two machines, which are this one."""
+    port = free_port()
     torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *options]
     torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
     return [torchrun, torchrun]
