@@ -27,7 +27,7 @@ def run_ring(size: int, folder: Path, cases: list[dict]) -> None:
         )
         for rank in range(size)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output[-3000:]
 
