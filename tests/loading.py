@@ -10,6 +10,7 @@ def placed(data, rank=0, world_size=1, global_step=0):
     """The data module as process `rank` has it after `global_step` steps of its run."""
     data.trainer = SimpleNamespace(
         global_rank=rank,
+        local_rank=rank,
         world_size=world_size,
         global_step=global_step,
         strategy=SimpleNamespace(root_device=torch.device("cpu")),

@@ -260,3 +260,16 @@ def test_sigterm_to_one_process_ends_all_with_a_checkpoint(workplace):
     out, error = process.communicate(timeout=60)
     step = int(out.split("stopped at step ")[1].split(";")[0])
     assert step % 10 == 0 and (checkpoints / f"step-{step:08d}.ckpt").exists()
+
+
+@pytest.mark.long
+def test_a_stream_on_two_processes_is_that_of_one(workplace):
+    """Killed on two, without a word, and gone on with on one: shards of 1,024 tokens."""
+    stream = ["data=stream", "data.stream_tokens=3072", "data.prepare_workers=0", *EXACT]
+    stream += ["trainer.max_steps=12", "task.max_steps=12", "data.num_workers=1"]
+    workplace.run("run_name=stream", *stream)
+    options = [*on_cpu("ddp", 2), "callbacks.checkpoints.every_n_steps=1"]
+    options += ["+callbacks.x={_target_:tests.disturbances.SignalAt,rank:1,step:5,numbers:[9]}"]
+    workplace.run("run_name=torn", *stream, *options, launcher=launcher(2), code=1)
+    workplace.run("run_name=torn", *stream, "resume=auto")
+    assert_like(shown(workplace, "torn"), shown(workplace, "stream"))

@@ -20,6 +20,7 @@ from data.sequence_store import SequenceStore, write_sequences
 from data.sources import open_source
 from data.store_parts import StoreParts
 from data.token_store import TokenStore, write_manifest
+from data.token_stream import Marks
 from data.tokenizer import load_tokenizer
 from flash_kernels import BlockMask
 from model.checkpoint import AtomicCheckpointIO, load_run, newest_intact
@@ -171,6 +172,16 @@ def test_progress_of_an_unfinished_store(tmp_path):
     survive((mutated(raw, draw) for _ in range(500)), path.write_bytes, read)
     contents = (edited(progress, draw) for _ in range(500))
     survive(contents, lambda content: path.write_text(json.dumps(content)), read)
+
+
+def test_marks_of_a_stream(tmp_path):
+    content = {"key": "k", "places": {"0": [0, 0, 0], "1": [0, 3, 7]}, "sha256": {"0": "0"}}
+    path, draw = tmp_path / "marks.json", random.Random(7)
+    raw, read = json.dumps(content).encode(), partial(Marks, tmp_path, "k")
+    inputs = (mutated(raw, draw) for _ in range(300))
+    assert survive(inputs, path.write_bytes, read, clear=()) == 300  # or the first mark alone
+    contents = (edited(content, draw) for _ in range(300))
+    survive(contents, lambda content: path.write_text(json.dumps(content)), read, clear=())
 
 
 def save_model(folder):

@@ -1,6 +1,7 @@
 """A run that is interrupted after every step is the uninterrupted one, bit for bit."""
 
 import functools
+import shutil
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from lightning import Callback
 
 import train
 from data.causal_lm import CausalLMData
+from data.streamed_text import StreamedTextData
 from model.attention import sdpa_attention
 from model.checkpoint import newest_intact
 from model.gpt import GPT
@@ -30,7 +32,7 @@ class Seen(Callback):
         self.rows.append((step, ids, first, outputs["loss"].item(), outputs["grad_norm"].item()))
 
 
-def fit(folder, text, steps, num_steps, num_workers):
+def fit(folder, text, steps, num_steps, num_workers, make_data=CausalLMData):
     torch.manual_seed(torch.seed())  # a new process has random numbers of its own
     sizes = {"max_seqlen": SEQLEN, "depth": 1, "dim": 8, "nheads": 2}
     dropout = {"embd_dropout": 0.2, "resid_dropout": 0.2, "attn_dropout": 0.2}
@@ -40,7 +42,7 @@ def fit(folder, text, steps, num_steps, num_workers):
         model.reset_parameters()
     make = functools.partial(adamw, lr=1e-2)
     task = CausalLMTask(model, make, max_steps=num_steps, micro_batch_tokens=2 * SEQLEN)
-    data = CausalLMData(
+    data = make_data(
         source=str(text),
         seqlen=SEQLEN,
         batch_tokens=BATCH * SEQLEN,
@@ -73,5 +75,25 @@ def test_interrupted_after_every_step_of_two_epochs(tmp_path):
         rows, cut_weights, data = fit(tmp_path / "cut", text, step, num_steps, int(step == 3))
         cut += rows
     assert cut == whole and data.position == num_steps * BATCH > 2 * data.num_samples
+    for name, value in weights.items():
+        assert torch.equal(cut_weights[name], value), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_stream_interrupted_and_moved_to_another_disk(tmp_path):
+    """Three shards of 64 tokens; over their edges and the end of the source."""
+    text = tmp_path / "texts"
+    text.mkdir()
+    for number in range(4):
+        (text / f"{number}.txt").write_text(f"The whale swims, ship {number} sails. " * 4)
+    stream = functools.partial(StreamedTextData, stream_tokens=192, prepare_workers=0)
+    whole, weights, _ = fit(tmp_path / "whole", text, None, 8, 0, stream)
+    assert len({tuple(row[1]) for row in whole}) == 8
+    cut = []
+    for step in (0, 3, 7):
+        shutil.rmtree(tmp_path / "data")
+        rows, cut_weights, data = fit(tmp_path / "cut", text, step, 8, step // 4, stream)
+        cut += rows
+    assert cut == whole and data.position == 8 * BATCH == 4 * data.num_samples
     for name, value in weights.items():
         assert torch.equal(cut_weights[name], value), name

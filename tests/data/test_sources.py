@@ -230,6 +230,24 @@ def test_hub_data_set(monkeypatch, kind):
         documents(open_source(f"{kind}:a/b", text_field="body"))
 
 
+def test_sources_start_at_a_file(monkeypatch, tmp_path):
+    import datasets
+
+    for name, texts in (("a", ["1", "2"]), ("b", [" "]), ("c", ["3", "4", "5"])):
+        rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    paths = [str(path) for path in sorted(tmp_path.iterdir())]
+    streamed = datasets.load_dataset(
+        "json", data_files=paths, split="train", streaming=True, cache_dir=str(tmp_path / "cache")
+    )
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: streamed)
+    for source in (open_source(str(tmp_path)), open_source("stream:a/b")):
+        for first, starts in enumerate([{0: 0, 1: 2, 2: 2}, {1: 0, 2: 0}, {2: 0}]):
+            texts = [text for text, _ in source.pieces(first)]
+            assert texts == ["12345"[i] for i in range(2 if first else 0, 5)]
+            assert source.file_starts == starts
+
+
 def test_hub_without_network_is_one_clear_line(monkeypatch):
     import datasets
 
