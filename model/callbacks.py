@@ -77,6 +77,7 @@ class Metrics(Callback):
         self.display = Display() if show else None
         self._waiting: list[tuple[int, float, dict[str, torch.Tensor]]] = []
         self.tokens = 0  # consumed since the run began, a resume included
+        self._before_last = (0, 0)  # step and tokens before the last one that was written out
         self._paused_at: float | None = None
         self._peak: float | None = None
 
@@ -126,6 +127,7 @@ class Metrics(Callback):
         work: dict[str, float] = {}  # of the interval
         for (step, lr, _), step_values in zip(self._waiting, values, strict=True):
             row = {f"train/{name}": value for name, value in zip(names, step_values, strict=True)}
+            self._before_last = (step - 1, self.tokens)
             for name in [name for name in row if name.startswith("train/amount/")]:
                 kind = name.removeprefix("train/amount/")
                 amount = row.pop(name)
@@ -152,6 +154,12 @@ class Metrics(Callback):
             self.display.update(rows[-1][0], last)
         self._waiting.clear()
         self._interval_start = time.perf_counter()
+
+    def forget_last(self, step: int) -> None:
+        """Count nothing of steps behind `step`, that is of the last one: it will be done again."""
+        self._waiting = [waiting for waiting in self._waiting if waiting[0] <= step]
+        if self._before_last[0] == step:
+            self.tokens = self._before_last[1]
 
     def on_validation_start(self, trainer: Trainer, task: LightningModule) -> None:
         self.pause_clock(task)

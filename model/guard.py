@@ -5,13 +5,16 @@ import math
 import statistics
 from collections import deque
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from lightning import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from model.checkpoint import newest_intact
-from model.saving import Checkpoints
+from model.saving import Checkpoints, validates_at
 from model.task import TrainingTask, say
 
 POLICIES = ("stop", "skip", "rollback")
@@ -30,13 +33,26 @@ class RollBack(Exception):
         self.position = position
 
 
+class _Undecided(NamedTuple):
+    """A step that the device has judged, and the host has yet to."""
+
+    step: int
+    numbers: Tensor  # (loss, gradient norm) on the host, once they have come
+    arrived: torch.cuda.Event | None
+    loops: dict[str, Any]  # Lightning's counters before the step
+
+
 class StepGuard(Callback):
-    """Looks at every step before the optimizer does: a bad one changes no weight.
+    """Looks at every step before its weights change: a bad one changes none.
 
     Bad is a loss or a gradient's norm that is not finite, or a loss of more than `spike_factor`
     times the median of the last `window` good ones. Both are of the global batch, so that all
     processes come to the same end. Each bad step is said, and its sample ids go to
-    ``bad_steps.jsonl``. To look, the host waits for the device once a step.
+    ``bad_steps.jsonl``.
+
+    On a GPU the host does not wait for the step under way: the device compares, and the fused
+    optimizer leaves out what it calls bad. The host hears of it before the next step changes a
+    weight, before a validation and before a save, and then does what it would have done at once.
 
     Args:
         folder: of the run.
@@ -46,6 +62,8 @@ class StepGuard(Callback):
         spike_factor: above 1; None looks for no spikes.
         window: good steps whose median a spike is held against; none is seen before so many.
         max_bad_steps: one more ends the run under any policy.
+        wait: let the host wait for each step, as it does where an optimizer is not fused or its
+            weights are sharded. None: on the CPU alone, where that costs nothing.
 
     Raises:
         ValueError: an option is out of its range.
@@ -59,6 +77,7 @@ class StepGuard(Callback):
         spike_factor: float | None = None,
         window: int = 100,
         max_bad_steps: int = 20,
+        wait: bool | None = None,
     ):
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
@@ -72,8 +91,10 @@ class StepGuard(Callback):
         self.policy = policy
         self.spike_factor = spike_factor
         self.max_bad_steps = max_bad_steps
+        self.wait = wait
         self.num_bad = 0
         self._losses: deque[float] = deque(maxlen=window)
+        self._undecided: _Undecided | None = None
 
     def state_dict(self) -> dict:
         return {"losses": list(self._losses), "num_bad": self.num_bad}
@@ -83,17 +104,84 @@ class StepGuard(Callback):
         self._losses.extend(state["losses"])
         self.num_bad = max(self.num_bad, state["num_bad"])  # rolling back does not undo the count
 
+    def on_train_start(self, trainer: Trainer, task: LightningModule) -> None:
+        self._undecided = None
+
     def on_before_optimizer_step(
         self, trainer: Trainer, task: LightningModule, optimizer: Optimizer
     ) -> None:
+        self.decide(trainer)
         numbers = torch.stack([task.step_means[name].double() for name in ("loss", "grad_norm")])
+        if self._waits(numbers, optimizer):
+            loss, grad_norm = numbers.tolist()
+            if self._judge(trainer, trainer.global_step, loss, grad_norm):
+                optimizer.zero_grad(set_to_none=True)  # no gradient: no weight or moment changes
+            return
+        is_bad = ~numbers.isfinite().all()
+        if (limit := self._limit()) is not None:
+            is_bad |= numbers[0] > limit
+        optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]  # torch's fused ones read it
+        arrived = None
+        if numbers.is_cuda:
+            on_host = torch.empty(2, dtype=numbers.dtype, pin_memory=True)
+            on_host.copy_(numbers, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+            numbers = on_host
+        loops = trainer.fit_loop.state_dict()
+        self._undecided = _Undecided(trainer.global_step, numbers, arrived, loops)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, task: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if validates_at(trainer, trainer.global_step):
+            self.decide(trainer)
+
+    def on_train_end(self, trainer: Trainer, task: LightningModule) -> None:
+        self.decide(trainer)
+
+    def decide(self, trainer: Trainer) -> None:
+        """Do what the policy says of the last step, should it not have been done yet.
+
+        Raises:
+            TrainingError, RollBack: the step was bad, and its policy is not to skip it.
+        """
+        if self._undecided is None:
+            return
+        step, numbers, arrived, loops = self._undecided
+        self._undecided = None
+        if arrived is not None:
+            arrived.synchronize()
         loss, grad_norm = numbers.tolist()
+        self._judge(trainer, step, loss, grad_norm, loops)
+
+    def _waits(self, numbers: Tensor, optimizer: Optimizer) -> bool:
+        if self.wait or (self.wait is None and not numbers.is_cuda):
+            return True
+        groups = optimizer.param_groups
+        is_sharded = any(
+            isinstance(param, DTensor) for group in groups for param in group["params"]
+        )
+        return is_sharded or not all(group.get("fused") for group in groups)
+
+    def _judge(
+        self,
+        trainer: Trainer,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        loops: dict[str, Any] | None = None,
+    ) -> bool:
+        """Whether the step is bad; does what its policy says, unless that is to skip it.
+
+        loops: Lightning's counters before the step, if it has gone through since.
+        """
         reason = self._reason(loss, grad_norm)
         if reason is None:
             self._losses.append(loss)
-            return
+            return False
         self.num_bad += 1
-        step, data = trainer.global_step, trainer.datamodule
+        data = trainer.datamodule
         checkpoints = [c for c in trainer.callbacks if isinstance(c, Checkpoints)]
         policy = "stop" if self.num_bad > self.max_bad_steps else self.policy
         newest = None
@@ -109,27 +197,37 @@ class StepGuard(Callback):
         say(
             f"step {step}: {reason}; {policy}, its samples are in {self.folder / 'bad_steps.jsonl'}"
         )
+        if newest is not None:
+            behind = step + 1 - trainer.global_step
+            raise RollBack(newest, data.position + behind * data.batch_size)
         if policy == "skip":
-            optimizer.zero_grad(set_to_none=True)  # without a gradient no weight or moment changes
-        elif newest is not None:
-            raise RollBack(newest, data.position + data.batch_size)
-        else:
-            for callback in checkpoints:
-                callback.save(trainer)
-            raise TrainingError(
-                f"stopped before step {step} changed anything: {reason} (bad step {self.num_bad}). "
-                "Go on from its checkpoint by resume=auto with callbacks.guard.policy=skip or "
-                "rollback, or with a lower learning rate"
-            )
+            return True
+        if loops is not None:
+            trainer.fit_loop.load_state_dict(loops)
+            for clock in [c for c in trainer.callbacks if hasattr(c, "forget_last")]:
+                clock.forget_last(step)
+        for callback in checkpoints:
+            callback.save(trainer)
+        raise TrainingError(
+            f"stopped before step {step} changed anything: {reason} (bad step {self.num_bad}). "
+            "Go on from its checkpoint by resume=auto with callbacks.guard.policy=skip or "
+            "rollback, or with a lower learning rate"
+        )
 
     def _reason(self, loss: float, grad_norm: float) -> str | None:
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             return f"loss {loss:.4g} and gradient norm {grad_norm:.4g} are not both finite"
-        if self.spike_factor is not None and len(self._losses) == self._losses.maxlen:
+        if (limit := self._limit()) is not None and loss > limit:
             usual = statistics.median(self._losses)
-            if usual > 0.0 and loss > self.spike_factor * usual:
-                return f"loss {loss:.4g} is {loss / usual:.3g} times the usual {usual:.4g}"
+            return f"loss {loss:.4g} is {loss / usual:.3g} times the usual {usual:.4g}"
         return None
+
+    def _limit(self) -> float | None:
+        """A loss above it is a spike."""
+        if self.spike_factor is None or len(self._losses) != self._losses.maxlen:
+            return None
+        usual = statistics.median(self._losses)
+        return self.spike_factor * usual if usual > 0.0 else None
 
     def _record(self, facts: dict) -> None:
         try:

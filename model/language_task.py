@@ -232,6 +232,8 @@ class CausalLMTask(LanguageModelTask):
             seqlen *= self._parallel.size
         warmup = self._warmup
         if warmup is not None and seqlen != warmup[0]:
+            for guard in [c for c in self.trainer.callbacks if hasattr(c, "decide")]:
+                guard.decide(self.trainer)  # of the step before, while the table is what it was
             clocks = [c for c in self.trainer.callbacks if hasattr(c, "pause_clock")]
             for clock in clocks:  # an interval of speed has one context
                 clock.pause_clock(self)

@@ -97,7 +97,7 @@ class Checkpoints(Checkpoint):
         step = trainer.global_step
         is_asked = trainer.world_size == 1 or step % self.ask_every_n_steps == 0
         stops = is_asked and self._is_told_to_stop(trainer)
-        if _validates_at(trainer, step):
+        if validates_at(trainer, step):
             return
         if stops or step % self.every_n_steps == 0:
             self.save(trainer)
@@ -128,7 +128,7 @@ class Checkpoints(Checkpoint):
         the host, which so waits for all the work that the device was given
         (Lightning-AI/pytorch-lightning#21487). Of its other waits none comes every step.
         """
-        self._signal = self._agreed = 0
+        self._agreed = 0  # a signal that came before a roll-back holds
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         if threading.current_thread() is threading.main_thread():
             for number in EXIT_CODES:
@@ -163,8 +163,11 @@ class Checkpoints(Checkpoint):
     def save(self, trainer: Trainer, best: bool = False) -> None:
         """Write step-N.ckpt, name it best-N.ckpt too if it is, remove what is too old.
 
-        Metrics up to this step are written out before: a resume continues below them.
+        Metrics up to this step are written out before: a resume continues below them. A step that
+        is undecided (model.guard) is decided before.
         """
+        for guard in [c for c in trainer.callbacks if hasattr(c, "decide")]:
+            guard.decide(trainer)
         step = trainer.global_step
         path = self.folder / f"step-{step:08d}.ckpt"
         clocks = [c for c in trainer.callbacks if hasattr(c, "pause_clock")]
@@ -237,7 +240,8 @@ class Checkpoints(Checkpoint):
             remove(self.folder / name)
 
 
-def _validates_at(trainer: Trainer, step: int) -> bool:
+def validates_at(trainer: Trainer, step: int) -> bool:
+    """Whether a validation follows the optimizer step that made it `step`."""
     interval = trainer.val_check_batch
     has_batches = trainer.enable_validation and sum(trainer.num_val_batches) > 0
     return bool(has_batches and interval and step % interval == 0)

@@ -8,10 +8,12 @@ import signal
 import pytest
 import torch
 from lightning import Callback, Trainer
+from torch.utils.data import DataLoader
 
 import train
 from data.stepped import SteppedData
 from model.attention import sdpa_attention
+from model.callbacks import Metrics
 from model.checkpoint import AtomicCheckpointIO, newest_intact
 from model.gpt import GPT
 from model.guard import StepGuard, TrainingError, explained
@@ -43,16 +45,16 @@ class Samples(SteppedData):
 
 
 class Poison(Callback):
-    """Makes the gradient of a batch bad: of a step, or wherever a sample comes."""
+    """Makes the gradient of a batch bad: of a step, or wherever some samples come."""
 
-    def __init__(self, how, step=None, sample=None):
-        self.how, self.step, self.sample, self.seen, self.weights = how, step, sample, [], []
+    def __init__(self, how, step=None, samples=()):
+        self.how, self.step, self.samples, self.seen, self.weights = how, step, samples, [], []
 
     def on_train_batch_start(self, trainer, task, batch, batch_idx):
         ids = batch["ids"].tolist()
         self.seen.append((trainer.global_step, ids))
         self.weights.append({n: v.clone() for n, v in task.model.state_dict().items()})
-        self.bad = trainer.global_step == self.step or self.sample in ids
+        self.bad = trainer.global_step == self.step or ids[0] in self.samples
         task.factor = self.how if self.bad else 1.0
 
     def on_after_backward(self, trainer, task):
@@ -68,16 +70,40 @@ class Task(CausalLMTask):
         return {"loss": means["loss"] * abs(self.factor)}
 
 
-def fit(folder, poison, resume=False, optimizer=adamw, steps=6, every=2, data=None, **options):
+class Validated(Samples):
+    def val_dataloader(self):
+        return DataLoader([make_batch([1, 2], None)], batch_size=None)
+
+
+def fit(
+    folder,
+    poison,
+    resume=False,
+    optimizer=adamw,
+    steps=6,
+    every=2,
+    data=None,
+    accelerator="cpu",
+    **options,
+):
     torch.manual_seed(0)
     sizes = {"vocab_size": 37, "max_seqlen": 8, "depth": 1, "dim": 8, "nheads": 2}
     make = functools.partial(optimizer, lr=1e-2)
     task = Task(GPT(**sizes, attention=sdpa_attention), make, max_steps=6)
     saves = Checkpoints(folder=str(folder / "checkpoints"), every_n_steps=every)
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
+        devices=1,
         max_steps=steps,
-        callbacks=[poison, StepGuard(folder=str(folder), **options), saves],
+        val_check_interval=3,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        callbacks=[
+            poison,
+            Metrics(every_n_steps=2, show=False),
+            StepGuard(folder=str(folder), **options),
+            saves,
+        ],
         plugins=[AtomicCheckpointIO()],
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -87,6 +113,18 @@ def fit(folder, poison, resume=False, optimizer=adamw, steps=6, every=2, data=No
     path = newest_intact(folder / "checkpoints") if resume else None
     train.fit(path, data, task, trainer)
     return task, trainer, data
+
+
+@pytest.fixture(
+    params=[
+        pytest.param({"wait": True}, id="waits"),
+        pytest.param({"wait": False}, id="goes on"),
+        pytest.param({"accelerator": "cuda"}, id="goes on by itself", marks=pytest.mark.gpu),
+    ]
+)
+def host(request):
+    """Whether the host waits for each step, or hears of it a step later."""
+    return request.param
 
 
 def records(folder):
@@ -99,24 +137,24 @@ def assert_equal(a, b):
 
 
 @pytest.mark.parametrize("how", [float("nan"), float("inf")])
-def test_stop_saves_the_state_before_the_step_and_names_the_samples(tmp_path, how):
+def test_stop_saves_the_state_before_the_step_and_names_the_samples(tmp_path, host, how):
     poison = Poison(how, step=3)
     with pytest.raises(TrainingError, match="before step 3 changed anything: .*not both finite"):
-        fit(tmp_path, poison, every=100)
+        fit(tmp_path, poison, every=100, **host)
     (record,) = records(tmp_path)
     assert record["step"] == 3 and record["sample_ids"] == poison.seen[3][1]
     assert record["grad_norm"] == "nan"
     again = Poison(how, step=3)
-    task, _, data = fit(tmp_path, again, resume=True, policy="skip", every=100)
+    task, _, data = fit(tmp_path, again, resume=True, policy="skip", every=100, **host)
     assert again.seen[0] == poison.seen[3]
     assert_equal(again.weights[0], poison.weights[3])
     assert data.position == 6 * BATCH and task.trainer.global_step == 6
 
 
 @pytest.mark.parametrize("optimizer", [adamw, lamb])
-def test_skip_changes_neither_weights_nor_moments(tmp_path, optimizer):
+def test_skip_changes_neither_weights_nor_moments(tmp_path, host, optimizer):
     poison = Poison(float("nan"), step=3)
-    task, trainer, _ = fit(tmp_path, poison, policy="skip", optimizer=optimizer)
+    task, trainer, _ = fit(tmp_path, poison, policy="skip", optimizer=optimizer, **host)
     assert_equal(poison.weights[3], poison.weights[4])
     assert trainer.global_step == 6 and [ids for _, ids in poison.seen] == [
         Samples().sample_ids(step).tolist() for step in range(6)
@@ -126,11 +164,11 @@ def test_skip_changes_neither_weights_nor_moments(tmp_path, optimizer):
     assert all(value.isfinite().all() for value in task.model.state_dict().values())
 
 
-def test_rollback_restores_and_leaves_out_the_samples(tmp_path):
+def test_rollback_restores_and_leaves_out_the_samples(tmp_path, host):
     """At step 5 back to step 4: the samples of steps 4 and 5 do not come again."""
     bad = int(Samples().sample_ids(5)[0])
-    poison = Poison(float("nan"), sample=bad)
-    _, trainer, data = fit(tmp_path, poison, policy="rollback")
+    poison = Poison(float("nan"), samples=[bad])
+    _, trainer, data = fit(tmp_path, poison, policy="rollback", **host)
     order = [Samples().sample_ids(step).tolist() for step in range(8)]
     expected = [*zip(range(6), order, strict=False), (4, order[6]), (5, order[7])]
     assert poison.seen == expected and trainer.global_step == 6
@@ -142,32 +180,88 @@ def test_rollback_restores_and_leaves_out_the_samples(tmp_path):
     assert later.seen == [(6, Samples().sample_ids(8).tolist())]
 
 
-def test_rollback_before_any_checkpoint_skips(tmp_path):
-    _, trainer, _ = fit(tmp_path, Poison(float("nan"), step=1), policy="rollback")
+def test_a_signal_in_the_step_of_a_rollback_is_heard(tmp_path, host):
+    class Told(Poison):
+        def on_after_backward(self, trainer, task):
+            super().on_after_backward(trainer, task)
+            if self.bad:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    told = Told(float("nan"), samples=[int(Samples().sample_ids(4)[0])])
+    with pytest.raises(SystemExit) as stopped:
+        fit(tmp_path, told, policy="rollback", **host)
+    assert stopped.value.code == 143 and told.seen[-1] == (4, Samples().sample_ids(5).tolist())
+
+
+def test_rollback_before_any_checkpoint_skips(tmp_path, host):
+    _, trainer, _ = fit(tmp_path, Poison(float("nan"), step=1), policy="rollback", **host)
     assert records(tmp_path)[0]["policy"] == "skip" and trainer.global_step == 6
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_endless_bad_steps_end_the_run(tmp_path, policy):
+def test_endless_bad_steps_end_the_run(tmp_path, host, policy):
     class FromStep3(Poison):
         def on_train_batch_start(self, trainer, task, batch, batch_idx):
             self.step = max(3, trainer.global_step)
             super().on_train_batch_start(trainer, task, batch, batch_idx)
 
     with pytest.raises(TrainingError, match="bad step 4"):
-        fit(tmp_path, FromStep3(float("nan")), policy=policy, max_bad_steps=3, steps=99)
+        fit(tmp_path, FromStep3(float("nan")), policy=policy, max_bad_steps=3, steps=99, **host)
     assert len(records(tmp_path)) == 4
     checkpoint = torch.load(newest_intact(tmp_path / "checkpoints"), weights_only=True)
     assert all(value.isfinite().all() for value in checkpoint["state_dict"].values())
 
 
-def test_spike_is_held_against_the_median_and_survives_a_resume(tmp_path):
-    options = {"policy": "skip", "spike_factor": 3.0, "window": 3}
+def test_spike_is_held_against_the_median_and_survives_a_resume(tmp_path, host):
+    options = {"policy": "skip", "spike_factor": 3.0, "window": 3, **host}
     fit(tmp_path, Poison(10.0, step=2), steps=4, **options)  # before the window is full
     assert not (tmp_path / "bad_steps.jsonl").exists()
     fit(tmp_path, Poison(4.0, step=4), resume=True, **options)
     (record,) = records(tmp_path)
     assert record["step"] == 4 and "times the usual" in record["reason"]
+
+
+def differences(a, b, place=""):
+    """Where two checkpoints differ, in any bit that is not made anew before it is used: the
+    learning rate, and moments before the first step, which are 0 or not there yet."""
+    if place.endswith("/lr") or (place.endswith("/state") and not a):
+        return []
+    if isinstance(a, dict) and a.keys() == b.keys():
+        return [d for key in a for d in differences(a[key], b[key], f"{place}/{key}")]
+    if isinstance(a, list | tuple) and len(a) == len(b):
+        pairs = enumerate(zip(a, b, strict=True))
+        return [d for i, (x, y) in pairs for d in differences(x, y, f"{place}/{i}")]
+    is_same = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    return [] if is_same else [f"{place}: {a} {b}"]
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+@pytest.mark.parametrize("bad", [[0], [1], [2], [5], [2, 3], [3, 4, 5]])
+def test_a_host_that_goes_on_comes_to_the_same(tmp_path, policy, bad):
+    """Saves behind steps 1, 3 and 5, validations behind 2 and 5: what was seen, said and saved."""
+    found = []
+    for name in ("waits", "goes on"):
+        folder, checkpoints = tmp_path / name, tmp_path / name / "checkpoints"
+        samples = [int(Samples().sample_ids(step)[0]) for step in bad]
+        poison = Poison(float("nan"), samples=samples)
+        is_stopped = True
+        while is_stopped:
+            try:
+                resume = checkpoints.exists()
+                fit(folder, poison, resume, data=Validated(), policy=policy, wait=name == "waits")
+                is_stopped = False
+            except TrainingError:
+                samples.remove(records(folder)[-1]["sample_ids"][0])  # it will be good
+                found.append([torch.load(newest_intact(checkpoints), weights_only=True)])
+                assert found[-1][0]["global_step"] == records(folder)[-1]["step"]
+        # A batch more is begun where the host hears of a bad step late, and stops or goes back.
+        seen = poison.seen if policy == "skip" else None
+        weights = torch.load(newest_intact(checkpoints), weights_only=True)
+        found.append((seen, records(folder), weights))
+    half = len(found) // 2
+    assert len(found) == 2 * half
+    for one, other in zip(found[:half], found[half:], strict=True):
+        assert not differences(one[-1], other[-1]) and one[:-1] == other[:-1]
 
 
 @pytest.mark.parametrize(
