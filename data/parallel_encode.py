@@ -13,8 +13,11 @@ import multiprocessing.connection
 import os
 import queue
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -147,11 +150,15 @@ class _Worker:
     """A tokenizing process. It ends when killed or when this process is gone."""
 
     def __init__(self, tokenizer_name: str) -> None:
-        # spawn: a fork would copy the locks of the caller's threads, and is unsafe after CUDA.
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, tokenizer_name), daemon=True)
-        self._process.start()
+        # No fork: it would copy the locks of the caller's threads, and is unsafe after CUDA. Nor
+        # multiprocessing's spawn, which imports the caller's program again: seconds and 400 MB.
+        self._connection, theirs = multiprocessing.Pipe()
+        program = "import sys; from data.parallel_encode import serve; serve(*sys.argv[1:])"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program, str(theirs.fileno()), tokenizer_name],
+            pass_fds=[theirs.fileno()],
+            env=child_environment(),
+        )
         theirs.close()
 
     def send(self, batch: list[tuple[str, bool, bool]], seed: int) -> None:
@@ -171,7 +178,7 @@ class _Worker:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.join()
+        self._process.wait()
         self._connection.close()
 
     def _death(self) -> RuntimeError:
@@ -181,7 +188,15 @@ class _Worker:
         )
 
 
-def _serve(connection: multiprocessing.connection.Connection, tokenizer_name: str) -> None:
+def child_environment() -> dict[str, str]:
+    """Of a process that is to import this package."""
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def serve(descriptor: str, tokenizer_name: str) -> None:
+    """What a tokenizing process does: answers batches on the socket of this number."""
+    connection = multiprocessing.connection.Connection(int(descriptor))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends the workers
     tasks: queue.SimpleQueue[tuple[list[tuple[str, bool, bool]], int]] = queue.SimpleQueue()
     threading.Thread(target=_take_in, args=(connection, tasks), daemon=True).start()

@@ -17,6 +17,7 @@ from pathlib import Path
 import filelock
 import numpy as np
 
+from data.parallel_encode import child_environment
 from data.prepare import clear_disk_errors
 from data.token_store import token_dtype, write_atomically
 from data.token_stream import (
@@ -42,13 +43,11 @@ class ShardMaker:
     """
 
     def __init__(self, plan: StreamPlan, folder: Path, first: int, mark: Mark | None) -> None:
-        root = str(Path(__file__).parents[1])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "data.shard_maker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env=child_environment(),
         )
         self._sent = first
         self._send(pickle.dumps((plan, folder, first, mark)))

@@ -11,21 +11,28 @@ from __future__ import annotations
 
 import argparse
 import logging
+import resource
 import sys
+import time
+from pathlib import Path
 
 from data.prepare import SHARD_TOKENS, SPLIT_SEED, prepare, store_folder
 from data.sources import open_source
 from data.token_store import TokenStore
 from data.tokenizer import TOKENIZER_NAMES, load_tokenizer
-from scripts import prepare_lra, prepare_pathfinder
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Prepare what the command line asks for. Returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    # Imported where they are needed: torch takes seconds.
     if arguments[:1] == ["pathfinder"]:
+        from scripts import prepare_pathfinder
+
         return prepare_pathfinder.main(arguments[1:])
     if arguments[:1] == ["lra"]:
+        from scripts import prepare_lra
+
         return prepare_lra.main(arguments[1:])
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -44,7 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
             "shard_tokens": options.shard_tokens,
         }
         folder = options.out or store_folder(options.root, source, **plan)
+        is_new, began = not Path(folder).exists(), time.perf_counter()
         store = prepare(source, folder, workers=options.workers, **plan)
+        seconds = time.perf_counter() - began
         if options.verify:
             store.verify()
     except (ValueError, OSError, RuntimeError) as error:
@@ -54,7 +63,24 @@ def main(arguments: list[str] | None = None) -> int:
         print("stopped; the same command continues after the last finished shard", file=sys.stderr)
         return 130
     print(summary(store))
+    if is_new:
+        print(f"{'speed':12} {speed(store.train.num_tokens + store.val.num_tokens, seconds)}")
     return 0
+
+
+def speed(num_tokens: int, seconds: float) -> str:
+    """How fast a store was made: by the clock, and by the CPU time of what made it."""
+    text = f"{num_tokens / max(seconds, 1e-9):,.0f} tokens/s"
+    used = {}
+    for name, who in (("own", resource.RUSAGE_SELF), ("workers", resource.RUSAGE_CHILDREN)):
+        usage = resource.getrusage(who)
+        used[name] = usage.ru_utime + usage.ru_stime
+    if not used["workers"]:
+        return f"{text}, {num_tokens / used['own']:,.0f} per second of CPU time, in one process"
+    return (
+        f"{text}; per second of CPU time {num_tokens / used['workers']:,.0f} by a tokenizing "
+        f"process, {num_tokens / used['own']:,.0f} by the one that reads and writes"
+    )
 
 
 def summary(store: TokenStore) -> str:

@@ -4,7 +4,6 @@ import errno
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
 import random
 import signal
@@ -320,12 +319,14 @@ def test_second_process_waits_for_the_first(tmp_path, caplog):
 def test_dead_worker_is_a_clear_error(monkeypatch):
     monkeypatch.setattr(parallel_encode, "_BATCH_CHARS", 10)
     pieces = (("0123456789", True) for _ in range(1000))
+    before = set(_children(os.getpid()))
     batches = encode_in_order(pieces, tokenizer=TOKENIZER, seed=0, workers=2)
     next(batches)
-    multiprocessing.active_children()[0].kill()
+    worker, _ = set(_children(os.getpid())) - before
+    os.kill(int(worker), signal.SIGKILL)
     with pytest.raises(RuntimeError, match="run again with fewer workers"):
         list(batches)
-    assert not multiprocessing.active_children()
+    assert set(_children(os.getpid())) == before
 
 
 def test_error_in_a_worker_reaches_the_caller():

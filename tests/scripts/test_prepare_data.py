@@ -28,9 +28,12 @@ def test_prepares_and_prints_the_manifest_summary(tmp_path, capsys):
         "1 empty documents, 0 malformed lines",
         "ids stored as uint16",
         store.fingerprint,
+        " tokens/s",
+        " per second of CPU time",
     ):
         assert fact in printed
     assert main(arguments) == 0, "a finished store is opened again"
+    assert "tokens/s" not in capsys.readouterr().out
 
 
 def test_errors_are_one_line_and_status_one(tmp_path, capsys):
