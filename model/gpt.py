@@ -169,13 +169,13 @@ class GPT(nn.Module):
             positions = places(cu_seqlens, positions).flatten()
             input_ids = input_ids.reshape(1, -1)
         x = self.embeddings(input_ids, first_position=first_position, positions=positions)
-        branch = None
+        branch: Any = None
         for block in self.blocks:
             x, branch = block(x, branch, kv_cache=kv_cache, packing=packing)
         if kv_cache is not None:
             kv_cache.advance(seqlen)
         # Before the norm: FSDP2 warns of a view as the result.
-        x, branch = (part.view(*shape, -1) for part in (x, branch))
+        x, branch = x.view(*shape, -1), branch.view(*shape, -1)
         return add_and_norm(x, branch, self.norm, self.resid_dropout, fused=self.fused)[1]
 
     @property

@@ -1,4 +1,7 @@
-"""Callbacks that disturb a run at a given step, for tests: +callbacks.x={_target_: tests....}."""
+"""Callbacks that disturb a run at a given step, for tests: +callbacks.x={_target_: tests....}.
+
+And a logger that notes how it ended: +logger.x={_target_: tests....}.
+"""
 
 import json
 import os
@@ -6,6 +9,7 @@ from pathlib import Path
 
 import torch
 from lightning import Callback
+from lightning.pytorch.loggers import Logger
 
 
 class SignalAt(Callback):
@@ -66,3 +70,21 @@ class Watch(Callback):
             events = self.profile.key_averages()
             found = {e.key: e.count for e in events if e.key.startswith("c10d::")}
             (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(found))
+
+
+class NotedEnd(Logger):
+    """Writes into a file how the run ended."""
+
+    name = version = "end"
+
+    def __init__(self, *, path):
+        self.path = Path(path)
+
+    def log_metrics(self, metrics, step=None):
+        pass
+
+    def log_hyperparams(self, params):
+        pass
+
+    def finalize(self, status):
+        self.path.write_text(status)

@@ -37,7 +37,9 @@ def test_stop_and_resume_equals_no_stop_bitwise(workplace):
     as if never done."""
     workplace.run("run_name=whole")
     signalled = "+callbacks.signal={_target_:tests.disturbances.SignalAt,step:9,numbers:[15]}"
-    workplace.run("run_name=cut", signalled, code=143)
+    noted = "+logger.end={_target_:tests.disturbances.NotedEnd,path:end.txt}"
+    workplace.run("run_name=cut", signalled, noted, code=143)
+    assert (workplace.folder / "end.txt").read_text() == "failed"  # every logger was closed
     assert [row["step"] for row in workplace.rows("cut")][-1] == "10"
     folder = workplace.folder / "outputs/runs/cut"
     manifest = json.loads((folder / "checkpoints/manifest.json").read_text())

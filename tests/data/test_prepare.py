@@ -354,3 +354,31 @@ def test_interrupt_leaves_a_folder_to_continue(tmp_path, monkeypatch):
     assert not list((tmp_path / "s").glob("*.tmp"))
     run(source, tmp_path / "s", **options)
     assert file_hashes(tmp_path / "s") == file_hashes(tmp_path / "undisturbed")
+
+
+PEAK = """
+import re, sys
+from data.prepare import prepare
+from data.sources import open_source
+from data.tokenizer import load_tokenizer
+source, folder = open_source(sys.argv[1]), sys.argv[2]
+options = {"workers": 0, "shard_tokens": 500_000, "progress": False}
+prepare(source, folder, tokenizer=load_tokenizer(), **options)
+print(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+"""
+
+
+@pytest.mark.long
+def test_memory_is_that_of_a_shard_whatever_the_size_of_the_source(tmp_path):
+    peaks = []
+    for number in (2_000, 20_000):
+        path, song = (
+            tmp_path / f"{number}.jsonl",
+            "sails to the whale, and the sailor sings of it. ",
+        )
+        write_source(path, (f"Ship {i} {song * 50}" for i in range(number)))
+        command = [sys.executable, "-c", PEAK, str(path), str(tmp_path / f"s{number}")]
+        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        peaks.append(int(out))
+    assert path.stat().st_size > 40 << 20
+    assert peaks[1] - peaks[0] < 10_000, "KiB"
