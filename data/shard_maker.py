@@ -33,6 +33,7 @@ from data.token_stream import (
 
 _POLL_S = 0.05
 _PATIENCE_S = 60.0  # without a maker, before a reader gives up
+_TAKE_OVER_S = 30.0  # in which the maker of a run that was killed ends
 
 
 class ShardMaker:
@@ -50,7 +51,7 @@ class ShardMaker:
             env=child_environment(),
         )
         self._sent = first
-        self._send(pickle.dumps((plan, folder, first, mark)))
+        self._send(pickle.dumps((plan, folder, first, mark, _TAKE_OVER_S)))
         assert self._process.stdout is not None
         answer = self._process.stdout.readline().decode().strip()
         if answer != "ready":
@@ -136,24 +137,23 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the run has a step to finish
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(message)s")
-    plan, folder, first, mark = pickle.load(sys.stdin.buffer)
+    plan, folder, first, mark, take_over_s = pickle.load(sys.stdin.buffer)
     try:
-        lock = _lock(folder).acquire(timeout=1)  # a reader may hold it for a moment
+        lock = _lock(folder).acquire(timeout=take_over_s)
     except filelock.Timeout:
-        sys.exit(
-            print(f"another run reads the same stream in {folder}: give one another data.root")
-        )
-    (folder / "stopped.txt").unlink(missing_ok=True)
-    print("ready", flush=True)
-    needed = _Needed(first)
+        print(f"another run reads the same stream in {folder}: give one another data.root")
+        sys.exit(1)
     with lock:
         try:
             marks = Marks(folder, plan.key())
             if mark is not None and first not in marks.places:
                 marks.places[first] = Mark(*mark)
                 marks.write()
+            shards = make_shards(plan, folder, first)
+            print("ready", flush=True)  # what is on disk may be read from here on
+            needed = _Needed(first)
             with clear_disk_errors(folder):
-                for index in make_shards(plan, folder, first):
+                for index in shards:
                     needed.wait_for(index, folder)
         except Exception as error:
             text = f"the stream cannot go on: {type(error).__name__}: {error}"

@@ -170,13 +170,20 @@ class _Documents:
 def make_shards(
     plan: StreamPlan, folder: Path, first: int, held_out: ShardWriter | None = None
 ) -> Generator[int, None, None]:
-    """Make shards from `first` on, as the caller asks for the next; yields each number before.
+    """Make shards from `first` on, as the caller asks for the next; gives each number before.
 
-    What is on disk already and intact is kept. Starts at the last shard before that has a mark.
+    What is on disk already and intact is kept, all else is deleted at once. Starts at the last
+    shard that has a mark.
     """
-    vocab_size, size = load_tokenizer(plan.tokenizer).vocab_size, plan.shard_tokens
     marks = Marks(folder, plan.key())
     _remove(folder, marks, keep=range(first, first + NUM_SHARDS))
+    return _made(plan, folder, first, marks, held_out)
+
+
+def _made(
+    plan: StreamPlan, folder: Path, first: int, marks: Marks, held_out: ShardWriter | None
+) -> Generator[int, None, None]:
+    vocab_size, size = load_tokenizer(plan.tokenizer).vocab_size, plan.shard_tokens
     while _is_intact(folder, marks, first):
         yield first
         first += 1
@@ -259,6 +266,7 @@ def prepare_head(plan: StreamPlan, folder: Path) -> TokenStore:
     tokenizer = load_tokenizer(plan.tokenizer)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(folder):
+        (folder / "stopped.txt").unlink(missing_ok=True)  # before another process waits here
         if is_finished(folder):
             return TokenStore(folder)
         folder.mkdir(exist_ok=True)

@@ -243,15 +243,15 @@ def test_debug_makes_every_experiment_small_and_local(experiment):
 
 
 @pytest.mark.parametrize(
-    "experiment, recipe",
+    "experiment, more",
     [(name, None) for name in ("gpt2_4k_warmup", "bert_large_512", "lra_retrieval", "lra_image")]
-    + [("longdoc_mimic", None), ("path256", "fast")],
+    + [("longdoc_mimic", None), ("path256", "recipe=fast"), ("gpt2_1k", "data=stream")],
 )
-def test_debug_builds(experiment, recipe, tmp_path, text):
-    options = [f"experiment={experiment}", "debug=fast"] + [f"recipe={recipe}"] * bool(recipe)
+def test_debug_builds(experiment, more, tmp_path, text):
+    options = [f"experiment={experiment}", "debug=fast"] + [more] * bool(more)
     places = [f"data.root={tmp_path}/data", f"runs_root={tmp_path}/runs", "trainer=cpu"]
     cfg = composed(*options, *places)
-    if cfg.data.get("source") == "embedded":
+    if cfg.data.get("source") == "embedded" and more != "data=stream":
         cfg.data.source = str(text)  # quicker to prepare
     cfg, run, data, task, trainer = train.build(cfg)
     assert task.model.num_params() < 5_000_000 and trainer.max_steps == task.max_steps == 5

@@ -201,6 +201,7 @@ def test_a_shard_of_another_size_is_refused(source, tmp_path):
 
 def test_one_maker_a_folder_and_its_death_is_said(source, tmp_path, monkeypatch):
     monkeypatch.setattr(shard_maker, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(shard_maker, "_TAKE_OVER_S", 0.2)
     data = make(source, tmp_path)
     loader = iter(data.train_dataloader())
     next(loader)
@@ -222,6 +223,9 @@ def test_a_maker_that_gives_up_says_why(source, tmp_path):
     ):
         steps([data], 0, 60)
     data.teardown("fit")
+    assert (data._folder / "stopped.txt").exists()
+    data.prepare_data()  # another start: nobody shall take it for this one's end
+    assert not (data._folder / "stopped.txt").exists()
 
 
 def test_options_are_checked(source, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from data.causal_lm import CausalLMData
+from data.streamed_text import StreamedTextData
 from data.tokenizer import load_tokenizer
 from model.checkpoint import AtomicCheckpointIO
 from model.gpt import GPT
@@ -123,6 +124,25 @@ def test_a_run_is_scored_on_what_it_held_out(folder):
         assert record["settings"]["store"] == data.store.fingerprint
     store = run(folder, "perplexity", "hf=DIR/uniform", f"source={data.store.folder}")
     assert store["rows"][0]["tokens"] == data.num_val_tokens
+
+
+def test_a_run_on_a_stream_is_scored_on_what_it_held_out(folder, capsys):
+    settings = {
+        "source": str(folder / "texts.jsonl"),
+        "val_fraction": 0.3,
+        "root": str(folder / "data"),
+        "stream_tokens": 240,
+    }
+    make_run(folder, "streamed", **settings)
+    data = StreamedTextData(seqlen=4, batch_tokens=4, **settings)
+    data.prepare_data()
+    data.setup()
+    with pytest.raises(SystemExit):
+        run(folder, "perplexity", "run=DIR/streamed")
+    assert "the run read a stream, whose text is not kept: give source=" in capsys.readouterr().err
+    record = run(folder, "perplexity", "run=DIR/streamed", f"source={data.store.folder}")
+    assert record["rows"][0]["tokens"] == data.num_val_tokens > 0
+    assert record["settings"]["split"] == "held out"
 
 
 def test_stride_of_the_context_is_the_validation_of_a_run(folder):
