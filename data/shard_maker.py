@@ -113,8 +113,8 @@ class ShardReader:
                 given_up = time.monotonic() + _PATIENCE_S
             elif time.monotonic() > given_up:
                 raise RuntimeError(
-                    f"the process that prepares the shards of {self.folder} is gone, perhaps for "
-                    "lack of memory: resume=auto starts it again"
+                    "the stream cannot go on: the process that prepares its shards in "
+                    f"{self.folder} is gone, perhaps for lack of memory"
                 )
             time.sleep(_POLL_S)
 

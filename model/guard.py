@@ -268,4 +268,7 @@ def explained(error: BaseException, trainer: Trainer, task: TrainingTask) -> Tra
             "another process of the run ended or cannot be reached, and its own error says why "
             f"({str(error).splitlines()[0].split('. ')[0]}){more}"
         )
+    if isinstance(error, RuntimeError) and "the stream cannot go on" in str(error):
+        line = str(error).strip().splitlines()[-1]  # a worker's has its traceback before
+        return TrainingError(f"{line.removeprefix('RuntimeError: ')}{more}")
     return None

@@ -307,6 +307,13 @@ def test_a_lost_process_is_explained(error, cause):
     assert explained(RuntimeError("other"), None, None) is None
 
 
+def test_a_stream_that_ends_is_explained_in_one_line():
+    error = RuntimeError(
+        "Caught it in a worker.\nOriginal\nRuntimeError: the stream cannot go on: x"
+    )
+    assert str(explained(error, None, None)).startswith("the stream cannot go on: x; resume=auto")
+
+
 class Mortal(Samples):
     """Its worker is killed at the fourth batch, as by a system that is out of memory."""
 
