@@ -2,6 +2,9 @@
 
 Work is committed in parts (see data.store_parts), and a killed run starts again after the last one.
 The manifest comes last, so that an unfinished folder can never be taken for a finished one.
+
+A core tokenizes about 3 M tokens a second of English; the process that reads, hashes and writes
+takes 22 M a second from parquet and 8 M from .jsonl.xz, and so keeps up with seven cores, or three.
 """
 
 from __future__ import annotations
