@@ -16,9 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -56,9 +59,9 @@ _GPT_CONTEXTS, _BERT_CONTEXTS = (1024, 2048, 4096, 8192, 16384, 65536), (512,)
 _TRAINER_STEPS = 60
 
 
-def serve(pipe: Connection, name: str, setting: Setting, num_kernels: int = 0) -> None:
-    """A contestant's process: build, say so with its slowest kernels, then time as many steps as it
-    is asked for."""
+def serve(pipe: Connection, name: str, setting: Setting) -> None:
+    """A contestant's process: build, say so, then answer ("time", steps) with the seconds of a step
+    and ("profile", count) with slowest_kernels."""
     try:
         racer = build_racer(name, setting)
         peak = peak_gib(racer.step)
@@ -66,20 +69,23 @@ def serve(pipe: Connection, name: str, setting: Setting, num_kernels: int = 0) -
         text = (str(error).splitlines() or [""])[0]
         pipe.send({"failure": f"{type(error).__name__}: {text}"[:160]})
         return
-    kernels = slowest_kernels(racer.step, num_kernels) if num_kernels else {}
     release_memory()
-    facts = {"micro_batch": racer.micro_batch, "peak_gib": peak}
-    pipe.send({**facts, "failure": None, **({"kernels_ms": kernels} if kernels else {})})
-    while (steps := pipe.recv()) is not None:
+    pipe.send({"micro_batch": racer.micro_batch, "peak_gib": peak, "failure": None})
+    while True:
+        wish, number = pipe.recv()
         racer.step()  # what it gave back comes again
         _wait()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            racer.step()
-        _wait()
-        seconds = (time.perf_counter() - begin) / steps
+        answer: dict[str, float] | float
+        if wish == "profile":
+            answer = slowest_kernels(racer.step, number)
+        else:
+            begin = time.perf_counter()
+            for _ in range(number):
+                racer.step()
+            _wait()
+            answer = (time.perf_counter() - begin) / number
         release_memory()
-        pipe.send(seconds)
+        pipe.send(answer)
 
 
 def peak_gib(step: Callable[[], object]) -> float | None:
@@ -91,10 +97,10 @@ def peak_gib(step: Callable[[], object]) -> float | None:
     return torch.cuda.max_memory_allocated() / 2**30
 
 
-def seconds_a_step(pipe: Connection, steps: int) -> float | None:
+def ask(pipe: Connection, wish: str, number: int) -> Any:
     """What a contestant's process answers; None if it is no longer there."""
     try:
-        pipe.send(steps)
+        pipe.send((wish, number))
         return pipe.recv()
     except (EOFError, ConnectionError):
         return None
@@ -110,9 +116,10 @@ def slowest_kernels(step: Callable[[], object], count: int) -> dict[str, float]:
             step()
         _wait()
     field = "self_device_time_total" if has_gpu else "self_cpu_time_total"
-    times = {event.key: getattr(event, field) / 3000 for event in profile.key_averages()}
-    slowest = sorted(times, key=times.__getitem__, reverse=True)[:count]
-    return {"all": sum(times.values()), **{name[:120]: times[name] for name in slowest}}
+    times: Counter[str] = Counter()
+    for event in profile.key_averages():
+        times[event.key[:120]] += getattr(event, field) / 3000
+    return {"all": sum(times.values()), **dict(times.most_common(count))}
 
 
 def _wait() -> None:
@@ -120,44 +127,80 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def race(
-    setting: Setting, names: list[str], rounds: int, steps: int, num_kernels: int = 0
-) -> list[dict]:
-    """A row for each contestant: medians over the rounds."""
-    spawn = multiprocessing.get_context("spawn")
-    facts, pipes, processes = {}, {}, []
-    try:
-        for name in track(names, f"{setting.model} {setting.seqlen}: building"):
-            pipe, far_end = spawn.Pipe()
-            process = spawn.Process(
-                target=serve, args=(far_end, name, setting, num_kernels), daemon=True
-            )
-            process.start()
-            far_end.close()
-            processes.append(process)
+class Contest:
+    """The processes of contestants that are built, and what they said of themselves."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.facts: dict[str, dict] = {}
+        self.pipes: dict[str, Connection] = {}
+        self._processes: list[BaseProcess] = []
+
+    def build(self, names: list[str]) -> None:
+        """At once: compiling is work for the CPU. One that found too little memory beside the
+        others is built again, alone."""
+        started = {name: self._start(name) for name in names}
+        for name, (pipe, process) in started.items():
             try:
-                facts[name] = pipe.recv()
+                self.facts[name] = pipe.recv()
             except EOFError:
                 process.join()
-                facts[name] = {"failure": f"its process ended with {process.exitcode}"}
-            if facts[name]["failure"] is None:
-                pipes[name] = pipe
+                self.facts[name] = {"failure": f"its process ended with {process.exitcode}"}
+        whole = self.setting.tokens // self.setting.seqlen
+        for name, (pipe, process) in started.items():
+            if len(names) > 1 and self.facts[name].get("micro_batch") != whole:
+                process.kill()
+                process.join()
+                self.build([name])
+            elif self.facts[name]["failure"] is None:
+                self.pipes[name] = pipe
+
+    def _start(self, name: str) -> tuple[Connection, BaseProcess]:
+        spawn = multiprocessing.get_context("spawn")
+        pipe, far_end = spawn.Pipe()
+        process = spawn.Process(target=serve, args=(far_end, name, self.setting), daemon=True)
+        process.start()
+        far_end.close()
+        self._processes.append(process)
+        return pipe, process
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def race(
+    setting: Setting,
+    names: list[str],
+    rounds: int,
+    steps: int,
+    num_kernels: int = 0,
+    at_once: int = 1,
+) -> list[dict]:
+    """A row for each contestant: medians over the rounds. `at_once` are built together."""
+    contest = Contest(setting)
+    try:
+        groups = [names[i : i + at_once] for i in range(0, len(names), at_once)]
+        for group in track(groups, f"{setting.model} {setting.seqlen}: building"):
+            contest.build(group)
+        facts, pipes = contest.facts, contest.pipes
         seconds: dict[str, list[float]] = {name: [] for name in pipes}
         for turn in range(rounds if pipes else 0):
             first = turn % len(pipes)
             for name in [*pipes][first:] + [*pipes][:first]:
                 if name not in seconds:
                     continue
-                answer = seconds_a_step(pipes[name], steps)
+                answer = ask(pipes[name], "time", steps)
                 if answer is None:
                     del seconds[name]
                     facts[name]["failure"] = "its process ended in a round: see its traceback"
                 else:
                     seconds[name].append(answer)
+        for name in seconds if num_kernels else ():
+            facts[name]["kernels_ms"] = ask(pipes[name], "profile", num_kernels) or {}
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        contest.close()
     medians = {name: statistics.median(found) for name, found in seconds.items()}
     tokens = float(setting.tokens)
     if setting.model in BERT_MODELS:
@@ -300,6 +343,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of a contestant in a round")
+    parser.add_argument(
+        "--build-at-once", type=int, default=3, help="contestants that compile beside each other"
+    )
     parser.add_argument("--kernels", type=int, default=0, help="profile: the slowest so many")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmark_training.json"))
     parser.add_argument("overrides", nargs="*", help="of train.py for ours, key=value")
@@ -307,8 +353,8 @@ def arguments() -> argparse.Namespace:
     for seqlen in args.contexts or (*_GPT_CONTEXTS, *_BERT_CONTEXTS):
         if seqlen < 1 or args.tokens % seqlen:
             parser.error(f"--tokens ({args.tokens}) must be a multiple of each context: {seqlen}")
-    if args.rounds < 1 or args.steps < 1:
-        parser.error("--rounds and --steps must be at least 1")
+    if min(args.rounds, args.steps, args.build_at_once) < 1:
+        parser.error("--rounds, --steps and --build-at-once must be at least 1")
     return args
 
 
@@ -323,7 +369,7 @@ def main() -> None:
         for seqlen in args.contexts or (_BERT_CONTEXTS if model in BERT_MODELS else _GPT_CONTEXTS):
             setting = Setting(model, seqlen, args.tokens, overrides=tuple(args.overrides))
             racers = [name for name in names if name != TRAINER]
-            rows += race(setting, racers, args.rounds, args.steps, args.kernels)
+            rows += race(setting, racers, args.rounds, args.steps, args.kernels, args.build_at_once)
             if TRAINER in names:
                 rows.append(run_trainer(setting))
             settings = {k: v for k, v in vars(args).items() if k != "output"}

@@ -8,11 +8,12 @@ from torch.nn import functional as F
 from model.loss import IGNORE
 from scripts import training_contestants
 from scripts.benchmark_training import (
+    Contest,
+    ask,
     race,
     report_blocks,
     row_of,
     run_trainer,
-    seconds_a_step,
     serve,
     speed_table,
 )
@@ -124,7 +125,44 @@ def test_what_cannot_run_is_reported():
 def test_a_process_that_ends_in_a_round_ends_no_race():
     near, far = multiprocessing.Pipe()
     far.close()
-    assert seconds_a_step(near, 1) is None
+    assert ask(near, "time", 1) is None
+
+
+def test_who_finds_too_little_memory_beside_others_is_built_alone(monkeypatch):
+    """ "small" takes half of TINY's four sequences beside another one, all of them alone."""
+    started = []
+
+    class Stub:
+        exitcode = 0
+
+        def __init__(self, answers):
+            self.answers = answers
+
+        def recv(self):
+            return self.answers
+
+        def kill(self):
+            started.append("killed")
+
+        def join(self):
+            pass
+
+    def start(self, name):
+        alone = name in started
+        started.append(name)
+        whole = name == "large" or alone
+        facts = {"micro_batch": 4 if whole else 2, "peak_gib": 1.0, "failure": None}
+        return Stub(facts), Stub(None)
+
+    monkeypatch.setattr(Contest, "_start", start)
+    contest = Contest(TINY)
+    contest.build(["small", "large"])
+    assert started == ["small", "large", "killed", "small"]
+    assert {name: facts["micro_batch"] for name, facts in contest.facts.items()} == {
+        "small": 4,
+        "large": 4,
+    }
+    assert set(contest.pipes) == {"small", "large"}
 
 
 def test_race():
