@@ -9,7 +9,6 @@ import torch
 import triton
 from torch import Tensor
 
-from . import flops  # noqa: F401  (registers formulas)
 from .autograd import attend_checked
 from .block_mask import BlockMask
 from .operators import NO_BLOCKS, check_cu_seqlens, is_eager, known_problem, metadata
@@ -170,7 +169,23 @@ def attend(
     lengths_k: Tensor | None, dropout_p: float, dropout_seed: Seed, deterministic: bool,
     kernel: str | None, autotune: bool, block_mask: BlockMask | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Check the arguments, except block_mask, complete them and call the operator.
+    """Check the arguments, except block_mask, complete them and call the operator."""
+    inputs, known = complete(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window,
+        softmax_scale, softcap, alibi_slopes, lengths_k, dropout_p, dropout_seed, deterministic,
+        kernel, autotune, block_mask,
+    )  # fmt: skip
+    return attend_checked(*inputs, known=known)
+
+
+def complete(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None, max_seqlen_k: int | None, causal: bool, window: Window,
+    softmax_scale: float | None, softcap: float, alibi_slopes: Tensor | None,
+    lengths_k: Tensor | None, dropout_p: float, dropout_seed: Seed, deterministic: bool,
+    kernel: str | None, autotune: bool, block_mask: BlockMask | None = None,
+) -> tuple[tuple, Any]:  # fmt: skip
+    """The operator's arguments, checked, and what attend_checked takes as `known`.
 
     Eager calls that differ in nothing but the contents and addresses of tensors are checked once:
     the checks take longer than a launch.
@@ -213,7 +228,7 @@ def attend(
     )  # fmt: skip
     if key is not None and known is None:
         known = _known.keep(key, known_problem(*inputs))
-    return attend_checked(*inputs, known=known)
+    return inputs, known
 
 
 def _block_arguments(block_mask: BlockMask) -> tuple:

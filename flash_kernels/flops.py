@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import operators  # noqa: F401  (defines the operators)
+from . import operators, qkv_packed  # noqa: F401  (define the operators)
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> float:
@@ -65,4 +65,19 @@ def _attention_backward_flops(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     *options: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
+    return _attention_forward_flops(q, k, v, *options) * 5 // 2
+
+
+@register_flop_formula(torch.ops.flash_kernels.attention_qkv_forward, get_raw=True)
+def _attention_qkv_forward_flops(qkv: Tensor, *options: Any, out_val: Any = None) -> int:
+    q, k, v = qkv.unbind(-3)
+    return _attention_forward_flops(q, k, v, *options)
+
+
+@register_flop_formula(torch.ops.flash_kernels.attention_qkv_backward, get_raw=True)
+def _attention_qkv_backward_flops(
+    dout: Tensor, dlse: Tensor | None, qkv: Tensor, out: Tensor, lse: Tensor, *options: Any,
+    out_val: Any = None,
+) -> int:  # fmt: skip
+    q, k, v = qkv.unbind(-3)
     return _attention_forward_flops(q, k, v, *options) * 5 // 2

@@ -24,13 +24,14 @@ from .portable.launch import Positions, Problem, WalkedMask
 
 LIBRARY = torch.library.Library("flash_kernels", "DEF")
 PLAIN = (Tensor, torch.nn.Parameter)
+Gradients = tuple[Tensor, Tensor, Tensor]
 # Problems without their tensors, by all that their launches depend on.
 _problems = Bounded(512)
 
 NO_BLOCKS = (*(None,) * 7, 0, 0)  # the operators' arguments without a block mask
 NUM_TENSORS = 15  # the leading arguments of attention_forward
-# What both operators take after their tensors; None in a window is unbounded.
-_OPTIONS = (
+# What the operators take after their first tensors; None in a window is unbounded.
+OPTIONS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? lengths_k, "
     "Tensor? alibi_slopes, Tensor? dropout_seed, "
     "Tensor? row_bounds, Tensor? row_indices, Tensor? row_patterns, Tensor? col_bounds, "
@@ -39,10 +40,10 @@ _OPTIONS = (
     "SymInt? window_left, SymInt? window_right, float dropout_p, str? kernel, "
     "bool autotune"
 )
-LIBRARY.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
+LIBRARY.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> (Tensor, Tensor)")
 LIBRARY.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
-    f"Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+    f"Tensor lse, {OPTIONS}) -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "check_cu_seqlens(Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt total_q, SymInt total_k, "
@@ -172,17 +173,18 @@ def forward_of(problem: Problem, kernel: str | None) -> tuple[Tensor, Tensor]:
 
 def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    *options: Any, positions: Positions = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    *options: Any, positions: Positions = None, into: Gradients | None = None,
+) -> Gradients:  # fmt: skip
+    """into: what dq, dk and dv are written to; None makes them."""
     *before, kernel, autotune = options
     if dout.dtype != q.dtype:  # launches are kept by the dtype of q
         raise ValueError(f"dout must be {q.dtype} like q, got {dout.dtype}")
     problem = _problem(q, k, v, *before, autotune=autotune, positions=positions)
     if _family(problem, kernel, "backward") == "portable":
-        return portable_backward(problem, dout, dlse, out, lse)
+        return portable_backward(problem, dout, dlse, out, lse, into=into)
     from .hopper.launch import attention_backward as hopper_backward
 
-    return hopper_backward(problem, dout, dlse, out, lse)
+    return hopper_backward(problem, dout, dlse, out, lse, into=into)
 
 
 def dense_options(

@@ -195,6 +195,37 @@ def pack(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     return padded[is_real], F.pad(lengths.cumsum(0), (1, 0)).int()
 
 
+def qkv_attention(
+    attention: Attention, qkv: Tensor, packing: Packing | None = None, **options: Any
+) -> Tensor:
+    """Self-attention of a fused projection.
+
+    In compiled code flash_kernels' function takes it whole, so that its gradient is one tensor and
+    no copy. Elsewhere finding that operator takes longer than the copy.
+
+    Args:
+        attention: function with flash_kernels.flash_attention's signature.
+        qkv: (batch, seqlen, 3, nheads, headdim); packed sequences are (1, total, ...).
+        packing: of qkv.
+        options: of `attention`.
+
+    Returns:
+        qkv's shape without the 3.
+    """
+    if torch.compiler.is_compiling() and is_flash(attention, qkv):
+        from flash_kernels import flash_attention_qkvpacked
+
+        if packing is None:
+            return flash_attention_qkvpacked(qkv, **options)
+        return flash_attention_qkvpacked(
+            qkv[0], cu_seqlens=packing.cu_seqlens, max_seqlen=packing.max_seqlen, **options
+        )[None]
+    q, k, v = qkv.unbind(2)
+    if packing is None:
+        return attention(q, k, v, **options)
+    return packed_attention(attention, q[0], k[0], v[0], packing, **options)[None]
+
+
 def packed_attention(
     attention: Attention, q: Tensor, k: Tensor, v: Tensor, packing: Packing, **options: Any
 ) -> Tensor:

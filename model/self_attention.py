@@ -5,7 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.attention import Attention, Packing, auto_attention, is_flash, packed_attention
+from model.attention import (
+    Attention,
+    Packing,
+    auto_attention,
+    is_flash,
+    packed_attention,
+    qkv_attention,
+)
 from model.positions import rotate
 
 # Queries of one call that the decoding kernels take: one tile of theirs.
@@ -133,8 +140,18 @@ class SelfAttention(nn.Module):
             lengths_k: integers (batch,): real tokens of each sequence; later ones are not seen.
             packing: of x (1, total, dim), which then holds sequences one after the other.
         """
+        options: dict[str, Any] = {
+            "causal": self.causal,
+            "softmax_scale": self.softmax_scale,
+            "dropout_p": self.dropout if self.training else 0.0,
+        }
+        if lengths_k is not None and packing is None:
+            options["lengths_k"] = lengths_k
+        qkv = self.qkv(x).unflatten(-1, (3, self.nheads, -1))
+        if rotary is None and kv_cache is None:
+            return self.out(qkv_attention(self.attention, qkv, packing, **options).flatten(2))
         # Views of one tensor, stride(-1) == 1: nothing is copied before the kernel.
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.nheads, -1)).unbind(2)
+        q, k, v = qkv.unbind(2)
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         if kv_cache is not None:
@@ -142,16 +159,9 @@ class SelfAttention(nn.Module):
                 out = self._decode(q, k, v, kv_cache)
                 return self.out(out.flatten(2))
             k, v = kv_cache.append(self.layer, k, v)
-        options: dict[str, Any] = {
-            "causal": self.causal,
-            "softmax_scale": self.softmax_scale,
-            "dropout_p": self.dropout if self.training else 0.0,
-        }
         if packing is not None:
             out = packed_attention(self.attention, q[0], k[0], v[0], packing, **options)[None]
         else:
-            if lengths_k is not None:
-                options["lengths_k"] = lengths_k
             out = self.attention(q, k, v, **options)
         return self.out(out.flatten(2))
 

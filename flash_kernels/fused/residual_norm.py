@@ -32,11 +32,10 @@ LIBRARY.define(
 
 
 @triton.jit
-def _is_kept(seed_ptr, rows, columns, threshold):
+def _is_kept(seed_ptr, rows, column_keys, threshold):
     """Mask of flash_kernels.reference.dropout_keep_mask for one head: rows by columns."""
     keys, multipliers = dropout_row_keys(seed_ptr, None, 0, rows, 0, 0)
-    words = dropout_column_keys(tl.load(seed_ptr), columns, 0)[None, :] * multipliers[:, None]
-    return words + keys[:, None] > threshold
+    return column_keys[None, :] * multipliers[:, None] + keys[:, None] > threshold
 
 
 @triton.jit
@@ -54,7 +53,8 @@ def residual_norm_kernel(
     branch = tl.load(branch_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if HAS_DROPOUT:
-        is_kept = _is_kept(seed_ptr, rows, columns, threshold)
+        column_keys = dropout_column_keys(tl.load(seed_ptr), columns, 0)
+        is_kept = _is_kept(seed_ptr, rows, column_keys, threshold)
         branch = tl.where(is_kept, branch * keep_scale, 0.0)
     total = (residual + branch).to(total_ptr.dtype.element_ty)
     tl.store(total_ptr + offsets, total, mask=mask)
@@ -83,6 +83,8 @@ def residual_norm_backward_kernel(
     columns = tl.arange(0, BLOCK)
     in_row = columns < dim
     weight = tl.load(weight_ptr + columns, mask=in_row, other=0.0).to(tl.float32)
+    if HAS_DROPOUT:
+        column_keys = dropout_column_keys(tl.load(seed_ptr), columns, 0)
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
     dbias = tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
@@ -104,7 +106,7 @@ def residual_norm_backward_kernel(
             gradient += tl.load(dtotal_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         tl.store(dresidual_ptr + offsets, gradient.to(dresidual_ptr.dtype.element_ty), mask=mask)
         if HAS_DROPOUT:
-            is_kept = _is_kept(seed_ptr, rows, columns, threshold)
+            is_kept = _is_kept(seed_ptr, rows, column_keys, threshold)
             gradient = tl.where(is_kept, gradient * keep_scale, 0.0)
         tl.store(dbranch_ptr + offsets, gradient.to(dbranch_ptr.dtype.element_ty), mask=mask)
     part = tl.program_id(0) * dim + columns

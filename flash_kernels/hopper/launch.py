@@ -209,11 +209,18 @@ def _forward_launch(problem: Problem) -> Launch:
 
 
 def attention_backward(
-    problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    problem: Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The counterpart of the portable attention_backward, for calls that rule.py admits.
 
     dq is added up in a float32 tensor of q's size, in any order.
+
+    into: laid out like one tensor of q, k and v side by side, its strides those of q, k and v.
     """
     p = problem
     is_ragged = p.is_varlen or p.lengths_k is not None
@@ -223,32 +230,35 @@ def attention_backward(
         or (is_ragged and not is_packable(dout, p.is_varlen))
     ):
         dout = dout.contiguous()
-    dq = torch.empty(p.q.shape, dtype=p.q.dtype, device=p.q.device)
-    # The kernel leaves out the gradients of padding, which are zero.
-    new = torch.empty if p.lengths_k is None else torch.zeros
-    dk = new(p.k.shape, dtype=p.k.dtype, device=p.q.device)
-    dv = new(p.v.shape, dtype=p.v.dtype, device=p.q.device)
+    dq, dk, dv = into or (
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (p.q, p.k, p.v)
+    )
+    if p.lengths_k is not None:  # the kernel leaves out the gradients of padding
+        dk.zero_()
+        dv.zero_()
     if dq.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
     with p.device_guard():
         keys = column_keys(p, BLOCK_KEYS.value)
         row_words = compute_row_words(p, dout, dlse, out, lse)
         dq_sum = torch.zeros(p.q.shape, dtype=torch.float32, device=p.q.device)
-        p.launch(_backward_launch, dout.stride())(
+        p.launch(_backward_launch, dout.stride(), dk.stride())(
             p.q, dout, p.k, p.v, dk, dv, dq_sum, row_words, row_words.view(torch.int32), keys,
             p.cu_seqlens_q, p.cu_seqlens_k, p.lengths_k, _lists(p, by_column=True), p.lse_strides,
             _head_strides(keys, p.is_varlen),
         )  # fmt: skip
-        p.launch(_round_launch)(dq_sum, dq)
+        p.launch(_round_launch, dq.stride(-3))(dq_sum, dq)
     return dq, dk, dv
 
 
-def _round_launch(problem: Problem) -> Launch:
+def _round_launch(problem: Problem, row_stride: int) -> Launch:
     p = problem
-    return round_scaled(p.softmax_scale * p.keep_scale, p.q.numel())
+    return round_scaled(
+        p.softmax_scale * p.keep_scale, p.q.numel(), p.nheads * p.headdim, row_stride
+    )
 
 
-def _backward_launch(problem: Problem, dout_strides: tuple[int, ...]) -> Launch:
+def _backward_launch(problem: Problem, *strides: tuple[int, ...]) -> Launch:
     p = problem
     tile = backward_tile(p)
     flags = _flags(p, BLOCK_KEYS.value)

@@ -356,8 +356,9 @@ def attention_backward(
     lse: Tensor,
     dk_dv_tile: Tile | None = None,
     dq_tile: Tile | None = None,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shapes and dtype of q, k, v, contiguous.
+    """dq, dk, dv in the shapes and dtype of q, k, v: contiguous, or those of `into`.
 
     dout may have any strides (a copy is made only where its last one is not 1), dlse any strides or
     None.
@@ -365,9 +366,9 @@ def attention_backward(
     p = problem
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    dq = torch.empty(p.q.shape, dtype=p.q.dtype, device=p.q.device)
-    dk = torch.empty(p.k.shape, dtype=p.k.dtype, device=p.q.device)
-    dv = torch.empty(p.v.shape, dtype=p.v.dtype, device=p.q.device)
+    dq, dk, dv = into or (
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (p.q, p.k, p.v)
+    )
     if dq.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
     with p.device_guard():
