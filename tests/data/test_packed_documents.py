@@ -173,7 +173,7 @@ def test_nothing_is_compiled_anew_whatever_a_row_holds(store_folder):
     sizes = {"vocab_size": 50257, "max_seqlen": SEQLEN, "depth": 1, "dim": 8, "nheads": 2}
     task = CausalLMTask(GPT(**sizes, attention=sdpa_attention), lambda model: None, max_steps=1)
     counter = CompileCounter()
-    task._loss = torch.compile(task._plain_loss, backend=counter, dynamic=False)
+    task._hidden = torch.compile(task.model.hidden, backend=counter, dynamic=False)
     for batch in take(make(store_folder, batch=2).train_dataloader(), 4):
         task.sums(task.piece(batch, slice(0, 2)))
     assert counter.frame_count == 1
