@@ -15,13 +15,45 @@ from torch import Tensor
 
 from ..operators import LIBRARY
 
-_BLOCK, _VECTOR = 8192, 16  # columns of a program, and of a thread, at a time
+_BLOCK, _VECTOR = 4096, 8  # columns of a program and of a thread at a time; 16 bytes of bf16
 _NUM_WARPS = 8
 
 LIBRARY.define(
     "linear_cross_entropy(Tensor rows, Tensor weight, Tensor labels, SymInt vocab_size, "
     "int ignore_index, SymInt chunk_tokens, ScalarType dtype) -> (Tensor, Tensor, Tensor)"
 )
+
+
+@triton.jit
+def _load_scores(row_ptr, columns, vocab_size, MASKED: tl.constexpr):
+    """Logits by log2(e), float32, -inf from vocab_size on."""
+    if MASKED:
+        logits = tl.load(row_ptr + columns, mask=columns < vocab_size, other=float("-inf"))
+    else:
+        logits = tl.load(row_ptr + columns)
+    return logits.to(tl.float32) * 1.4426950408889634
+
+
+@triton.jit
+def _add_exponentials(maxima, sums, row_ptr, columns, vocab_size, MASKED: tl.constexpr):
+    """Maxima and sums of each lane, columns (lanes, VECTOR) included."""
+    scores = _load_scores(row_ptr, columns, vocab_size, MASKED)
+    higher = tl.maximum(maxima, tl.max(scores, 1))
+    sums = sums * tl.exp2(maxima - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)
+    return higher, sums
+
+
+@triton.jit
+def _store_gradient(
+    row_ptr, columns, lse, label, is_counted, vocab_size, num_columns, MASKED: tl.constexpr
+):
+    gradient = tl.exp2(_load_scores(row_ptr, columns, vocab_size, MASKED) - lse)
+    gradient = tl.where(columns == label, gradient - 1.0, gradient)
+    gradient = tl.where(is_counted, gradient, 0.0).to(row_ptr.dtype.element_ty)
+    if MASKED:
+        tl.store(row_ptr + columns, gradient, mask=columns < num_columns)
+    else:
+        tl.store(row_ptr + columns, gradient)
 
 
 @triton.jit
@@ -32,9 +64,9 @@ def softmax_gradient_kernel(
     """Row of logits -> softmax - one-hot of its label, in place, and its loss. Grid: (rows,).
 
     Columns from vocab_size on are padding: they take no part, and their gradient is 0, as is that
-    of a whole row whose label is ignore_index.
+    of a whole row whose label is ignore_index. Only the last columns are masked: masked accesses
+    are of one element each.
     """
-    LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     label = tl.load(labels_ptr + row)
@@ -44,34 +76,23 @@ def softmax_gradient_kernel(
     lanes = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     maxima = tl.full((BLOCK // VECTOR,), -3.0e38, tl.float32)  # a finite number less than any logit
     sums = tl.zeros((BLOCK // VECTOR,), tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        columns = start + lanes
-        logits = tl.load(
-            row_ptr + columns,
-            mask=columns < vocab_size,
-            other=float("-inf"),
-            eviction_policy="evict_last",
-        )
-        scores = logits.to(tl.float32) * LOG2E
-        higher = tl.maximum(maxima, tl.max(scores, 1))
-        sums = sums * tl.exp2(maxima - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)
-        maxima = higher
+    end = vocab_size // BLOCK * BLOCK
+    for start in range(0, end, BLOCK):
+        maxima, sums = _add_exponentials(maxima, sums, row_ptr, start + lanes, vocab_size, False)
+    if end < vocab_size:
+        maxima, sums = _add_exponentials(maxima, sums, row_ptr, end + lanes, vocab_size, True)
     maximum = tl.max(maxima, 0)
     lse = maximum + tl.log2(tl.sum(sums * tl.exp2(maxima - maximum), 0))
-    picked = tl.load(row_ptr + tl.where(is_counted, label, 0)).to(tl.float32) * LOG2E
-    tl.store(losses_ptr + row, tl.where(is_counted, (lse - picked) / LOG2E, 0.0))
+    picked = _load_scores(row_ptr, tl.where(is_counted, label, 0), vocab_size, False)
+    tl.store(losses_ptr + row, tl.where(is_counted, (lse - picked) * 0.6931471805599453, 0.0))
     tl.debug_barrier()  # every thread has read the label's logit
-    for start in range(0, num_columns, BLOCK):
-        columns = start + lanes
-        logits = tl.load(row_ptr + columns, mask=columns < vocab_size, other=float("-inf"))
-        gradient = tl.exp2(logits.to(tl.float32) * LOG2E - lse)
-        gradient = tl.where(columns == label, gradient - 1.0, gradient)
-        gradient = tl.where(is_counted, gradient, 0.0)
-        tl.store(
-            row_ptr + columns,
-            gradient.to(logits_ptr.dtype.element_ty),
-            mask=columns < num_columns,
-            eviction_policy="evict_first",
+    for start in range(0, end, BLOCK):
+        _store_gradient(
+            row_ptr, start + lanes, lse, label, is_counted, vocab_size, num_columns, False
+        )
+    for start in range(end, num_columns, BLOCK):
+        _store_gradient(
+            row_ptr, start + lanes, lse, label, is_counted, vocab_size, num_columns, True
         )
 
 
