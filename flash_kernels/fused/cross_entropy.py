@@ -14,9 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..operators import LIBRARY
+from .gradients import refuse_second, with_gradients
+from .launch import check_device, on_device
 
 _BLOCK, _VECTOR = 4096, 8  # columns of a program and of a thread at a time; 16 bytes of bf16
 _NUM_WARPS = 8
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 LIBRARY.define(
     "linear_cross_entropy(Tensor rows, Tensor weight, Tensor labels, SymInt vocab_size, "
@@ -124,7 +127,7 @@ def linear_cross_entropy(
         Float32 scalar, in nats. Under autocast the products are in its dtype, else in hidden's.
 
     Raises:
-        ValueError: shapes do not fit, a size is out of its range.
+        ValueError: shapes or dtypes do not fit, a size is out of its range, no GPU has the tensors.
     """
     num_rows, dim = weight.shape
     vocab_size = num_rows if vocab_size is None else vocab_size
@@ -138,12 +141,15 @@ def linear_cross_entropy(
             f"vocab_size must be in [1, {num_rows}] and chunk_tokens at least 1, got {vocab_size} "
             f"and {chunk_tokens}"
         )
+    check_device(hidden, weight, labels)
     device = hidden.device.type
     dtype = hidden.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    return torch.ops.flash_kernels.linear_cross_entropy(
-        hidden.flatten(0, -2), weight, labels.flatten(), vocab_size, ignore_index, chunk_tokens,
+    if dtype not in _DTYPES:
+        raise ValueError(f"the products must be float16, bfloat16 or float32, got {dtype}")
+    return _linear_cross_entropy(
+        hidden.reshape(-1, dim), weight, labels.flatten(), vocab_size, ignore_index, chunk_tokens,
         dtype,
     )[0]  # fmt: skip
 
@@ -153,7 +159,8 @@ def _forward(
     chunk_tokens: int, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, its gradients with respect to rows and weight)."""
-    with torch.autocast(rows.device.type, enabled=False):  # every dtype is chosen here
+    # Every dtype is chosen here.
+    with on_device(rows), torch.autocast(rows.device.type, enabled=False):
         num_tokens, num_columns = len(rows), len(weight)
         drows = rows.new_empty(rows.shape, dtype=dtype)
         dweight = torch.zeros_like(weight, dtype=torch.float32)
@@ -194,16 +201,18 @@ def _fake(
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(*output[1:])
     ctx.rows_dtype = inputs[0].dtype
+    ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _differentiate(
+    ctx: Any, dloss: Tensor | None, *of_gradients: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if any(gradient is not None for gradient in of_gradients):
+        refuse_second(ctx)
+    if dloss is None:
+        return (None,) * 7
     drows, dweight = ctx.saved_tensors
     return (drows * dloss).to(ctx.rows_dtype), dweight * dloss, *(None,) * 5
 
 
-torch.library.register_autograd(
-    "flash_kernels::linear_cross_entropy",
-    _differentiate,
-    setup_context=_save_for_backward,
-    lib=LIBRARY,
-)
+_linear_cross_entropy = with_gradients("linear_cross_entropy", _save_for_backward, _differentiate)

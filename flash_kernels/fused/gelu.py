@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..operators import LIBRARY
-from .sizes import num_programs
+from .gradients import once, with_gradients
+from .launch import check_device, num_programs, on_device
 
 _ROWS, _COLUMNS, _NUM_WARPS = 4, 512, 4  # of a tile
 
@@ -94,7 +95,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
         The shape and dtype of x.
 
     Raises:
-        ValueError: shapes do not fit, approximate is neither.
+        ValueError: shapes do not fit, approximate is neither, no GPU has the tensors.
     """
     if bias.shape != x.shape[-1:]:
         raise ValueError(
@@ -102,7 +103,8 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
         )
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate must be none or tanh, got {approximate!r}")
-    return torch.ops.flash_kernels.bias_gelu(x, bias, approximate == "tanh")
+    check_device(x, bias)
+    return _bias_gelu(x, bias, approximate == "tanh")
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:
@@ -111,19 +113,20 @@ def _sizes(x: Tensor) -> tuple[int, int]:
 
 
 def _forward(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
-    x = x.contiguous()
+    x, bias = x.contiguous(), bias.contiguous()
     out = torch.empty_like(x)
     num_rows, dim = _sizes(x)
     if x.numel():
-        bias_gelu_kernel[(triton.cdiv(num_rows, _ROWS), triton.cdiv(dim, _COLUMNS))](
-            x, bias, out, num_rows, dim, TANH=tanh, ROWS=_ROWS, COLUMNS=_COLUMNS,
-            num_warps=_NUM_WARPS,
-        )  # fmt: skip
+        with on_device(x):
+            bias_gelu_kernel[(triton.cdiv(num_rows, _ROWS), triton.cdiv(dim, _COLUMNS))](
+                x, bias, out, num_rows, dim, TANH=tanh, ROWS=_ROWS, COLUMNS=_COLUMNS,
+                num_warps=_NUM_WARPS,
+            )  # fmt: skip
     return out
 
 
 def _backward(dout: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    dout, x = dout.contiguous(), x.contiguous()
+    dout, x, bias = dout.contiguous(), x.contiguous(), bias.contiguous()
     dx = torch.empty_like(x)
     num_rows, dim = _sizes(x)
     strips = triton.cdiv(dim, _COLUMNS)
@@ -131,10 +134,11 @@ def _backward(dout: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor
     programs = min(triton.cdiv(num_rows, _ROWS), most)
     parts = x.new_empty((programs, dim), dtype=torch.float32)
     if x.numel():
-        bias_gelu_backward_kernel[(programs, strips)](
-            dout, x, bias, dx, parts, num_rows, dim, TANH=tanh, ROWS=_ROWS, COLUMNS=_COLUMNS,
-            num_warps=_NUM_WARPS,
-        )  # fmt: skip
+        with on_device(x):
+            bias_gelu_backward_kernel[(programs, strips)](
+                dout, x, bias, dx, parts, num_rows, dim, TANH=tanh, ROWS=_ROWS, COLUMNS=_COLUMNS,
+                num_warps=_NUM_WARPS,
+            )  # fmt: skip
     return dx, parts.sum(0).to(bias.dtype)
 
 
@@ -150,7 +154,7 @@ def _forward_fake(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
 
 @torch.library.register_fake("flash_kernels::bias_gelu_backward")
 def _backward_fake(dout: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), torch.empty_like(bias)
+    return x.new_empty(x.shape), bias.new_empty(bias.shape)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -159,10 +163,8 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
-    dx, dbias = torch.ops.flash_kernels.bias_gelu_backward(dout, *ctx.saved_tensors, ctx.tanh)
-    return dx, dbias, None
+    return *_bias_gelu_backward(dout, *ctx.saved_tensors, ctx.tanh), None
 
 
-torch.library.register_autograd(
-    "flash_kernels::bias_gelu", _differentiate, setup_context=_save_for_backward, lib=LIBRARY
-)
+_bias_gelu_backward = once("bias_gelu_backward")
+_bias_gelu = with_gradients("bias_gelu", _save_for_backward, _differentiate)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..operators import LIBRARY
 from ..portable.dropout import dropout_column_keys, dropout_row_keys
-from .sizes import num_programs
+from .gradients import once, with_gradients
+from .launch import check_device, num_programs, on_device
 
 _MAX_DIM = 8192  # a row is held in registers
 
@@ -139,25 +140,29 @@ def residual_norm(
         Sums are in float32.
 
     Raises:
-        ValueError: shapes do not fit, dim is over 8192, dropout_p is outside [0, 1).
+        ValueError: shapes do not fit, dim is over 8192, dropout_p is outside [0, 1), no GPU has the
+            tensors.
     """
     dim = residual.shape[-1]
-    if branch.shape != residual.shape or weight.shape != (dim,):
+    shapes = {weight.shape, weight.shape if bias is None else bias.shape}
+    if branch.shape != residual.shape or shapes != {(dim,)}:
         raise ValueError(
             "branch must have residual's shape, weight and bias its last dimension, got "
-            f"{tuple(residual.shape)}, {tuple(branch.shape)} and {tuple(weight.shape)}"
+            f"{tuple(residual.shape)}, {tuple(branch.shape)} and "
+            f"{', '.join(str(tuple(shape)) for shape in shapes)}"
         )
     if dim > _MAX_DIM or not 0.0 <= dropout_p < 1.0:
         raise ValueError(
             f"dim must be at most {_MAX_DIM} and dropout_p in [0, 1), got {dim} and {dropout_p}"
         )
+    check_device(residual, branch, weight, bias)
     device, dtype = residual.device, residual.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     seed = None
     if dropout_p > 0.0:
         seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
-    total, normed, _, _ = torch.ops.flash_kernels.residual_norm(
+    total, normed, _, _ = _residual_norm(
         residual, branch, weight, bias, seed, dropout_p, eps, dtype
     )
     return total, normed
@@ -180,7 +185,8 @@ def _forward(
     residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None,
     dropout_p: float, eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    residual, branch = residual.contiguous(), branch.contiguous()
+    residual, branch, weight = residual.contiguous(), branch.contiguous(), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
     dim = residual.shape[-1]
     num_rows = residual.numel() // dim
     total, normed = torch.empty_like(residual), torch.empty_like(residual, dtype=dtype)
@@ -188,10 +194,12 @@ def _forward(
     rstd = torch.empty_like(mean)
     tile = _tile(dim, 2048, per_thread=16)
     if num_rows:
-        residual_norm_kernel[(triton.cdiv(num_rows, tile["ROWS"]),)](
-            residual, branch, weight, bias, seed, total, normed, mean, rstd, num_rows, dim, eps,
-            *_dropout(dropout_p), HAS_BIAS=bias is not None, HAS_DROPOUT=seed is not None, **tile,
-        )  # fmt: skip
+        with on_device(residual):
+            residual_norm_kernel[(triton.cdiv(num_rows, tile["ROWS"]),)](
+                residual, branch, weight, bias, seed, total, normed, mean, rstd, num_rows, dim, eps,
+                *_dropout(dropout_p), HAS_BIAS=bias is not None, HAS_DROPOUT=seed is not None,
+                **tile,
+            )  # fmt: skip
     return total, normed, mean, rstd
 
 
@@ -202,6 +210,7 @@ def _backward(
     """Gradients of residual, branch (of `dtype`), weight and bias (empty if it has none)."""
     dim = total.shape[-1]
     num_rows = total.numel() // dim
+    weight = weight.contiguous()
     dtotal = None if dtotal is None else dtotal.contiguous()
     dnormed = torch.zeros_like(total) if dnormed is None else dnormed.contiguous()
     dresidual, dbranch = torch.empty_like(total), torch.empty_like(total, dtype=dtype)
@@ -210,13 +219,16 @@ def _backward(
     programs = min(triton.cdiv(num_rows, tile["ROWS"]), most)
     parts = total.new_empty((2, programs, dim), dtype=torch.float32)
     if programs:
-        residual_norm_backward_kernel[(programs,)](
-            dtotal, dnormed, total, mean, rstd, weight, seed, dresidual, dbranch, *parts, num_rows,
-            dim, *_dropout(dropout_p), HAS_DTOTAL=dtotal is not None,
-            HAS_DROPOUT=seed is not None, **tile,
-        )  # fmt: skip
-    dweight, dbias = parts.sum(1).to(weight.dtype)
-    return dresidual, dbranch, dweight, dbias if has_bias else dbias.new_empty(0)
+        with on_device(total):
+            residual_norm_backward_kernel[(programs,)](
+                dtotal, dnormed, total, mean, rstd, weight, seed, dresidual, dbranch, *parts,
+                num_rows, dim, *_dropout(dropout_p), HAS_DTOTAL=dtotal is not None,
+                HAS_DROPOUT=seed is not None, **tile,
+            )  # fmt: skip
+    # Two sums: outputs of an operator must not share memory.
+    dweight = parts[0].sum(0).to(weight.dtype)
+    dbias = parts[1].sum(0).to(weight.dtype) if has_bias else weight.new_empty(0)
+    return dresidual, dbranch, dweight, dbias
 
 
 for _key in ("CUDA", "CPU"):  # CPU: under Triton's interpreter
@@ -239,8 +251,8 @@ def _backward_fake(
     dtotal: Tensor | None, dnormed: Tensor | None, total: Tensor, mean: Tensor, rstd: Tensor,
     weight: Tensor, has_bias: bool, seed: Tensor | None, dropout_p: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dweight = torch.empty_like(weight)
-    dbias = torch.empty_like(weight) if has_bias else weight.new_empty(0)
+    dweight = weight.new_empty(weight.shape)
+    dbias = torch.empty_like(dweight) if has_bias else weight.new_empty(0)
     dbranch = total.new_empty(total.shape, dtype=dtype)
     return total.new_empty(total.shape), dbranch, dweight, dbias
 
@@ -257,16 +269,12 @@ def _differentiate(
     ctx: Any, dtotal: Tensor | None, dnormed: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     total, mean, rstd, weight, seed = ctx.saved_tensors
-    dresidual, dbranch, dweight, dbias = torch.ops.flash_kernels.residual_norm_backward(
+    dresidual, dbranch, dweight, dbias = _residual_norm_backward(
         dtotal, dnormed, total, mean, rstd, weight, ctx.has_bias, seed, ctx.dropout_p,
         ctx.branch_dtype,
     )  # fmt: skip
     return dresidual, dbranch, dweight, dbias if ctx.has_bias else None, None, None, None, None
 
 
-torch.library.register_autograd(
-    "flash_kernels::residual_norm",
-    _differentiate,
-    setup_context=_save_for_backward,
-    lib=LIBRARY,
-)
+_residual_norm_backward = once("residual_norm_backward")
+_residual_norm = with_gradients("residual_norm", _save_for_backward, _differentiate)

@@ -178,10 +178,99 @@ def test_opcheck():
         check(operators.residual_norm, (*rows, *options, 1e-5, torch.float32))
     check(operators.bias_gelu, (tensor(6, 16, **args), tensor(16, **args), True))
     labels = torch.randint(0, 40, (6,))
-    check(
+    check(  # without gradients: it would differentiate those that are results
         operators.linear_cross_entropy,
-        (rows[0], tensor(64, 16, **args), labels, 40, -100, 4, torch.float32),
+        (rows[0].detach(), torch.randn(64, 16), labels, 40, -100, 4, torch.float32),
     )
+
+    total, normed, mean, rstd = operators.residual_norm(
+        *rows, *norm, None, 0.0, 1e-5, torch.float32
+    )
+    given = [t.detach() for t in (normed, normed, total, mean, rstd, norm[0])]
+    for has_bias in (True, False):
+        check(operators.residual_norm_backward, (*given, has_bias, None, 0.0, torch.float32))
+    check(operators.bias_gelu_backward, (given[0], given[2], given[5], True))
+
+
+def fused_steps():
+    """(fused, plain) functions of x (..., 16), by name."""
+    torch.manual_seed(1)
+    other, weight, table = torch.randn(5, 16), torch.randn(16), torch.randn(9, 16)
+    labels = torch.tensor([3, 0, 8, -100, 2])
+    return {
+        "norm": (
+            lambda x: residual_norm(x, other, weight)[1].square().sum(),
+            lambda x: F.layer_norm(x + other, (16,), weight).square().sum(),
+        ),
+        "gelu": (lambda x: bias_gelu(x, weight).sum(), lambda x: F.gelu(x + weight).sum()),
+        "cross-entropy": (
+            lambda x: linear_cross_entropy(x, table, labels),
+            lambda x: F.cross_entropy(x @ table.T, labels, reduction="sum"),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["norm", "gelu", "cross-entropy"])
+def test_torch_func(name):
+    """Gradients, of samples too; forward mode is an error and no 0."""
+    step, plain = fused_steps()[name]
+    x = torch.randn(5, 16)
+    torch.testing.assert_close(torch.func.grad(step)(x), torch.func.grad(plain)(x))
+    samples = torch.randn(3, 5, 16)
+    found, wanted = (torch.func.vmap(torch.func.grad(f))(samples) for f in (step, plain))
+    torch.testing.assert_close(found, wanted)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(step, (x,), (x,))
+
+
+@pytest.mark.parametrize("name", ["norm", "gelu", "cross-entropy"])
+def test_second_derivatives_are_an_error(name):
+    step, _ = fused_steps()[name]
+    x = torch.randn(5, 16, requires_grad=True)
+    (gradient,) = torch.autograd.grad(step(x), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives: differentiate once"):
+        gradient.square().sum().backward()
+    with pytest.raises(RuntimeError, match="no second derivatives: differentiate once"):
+        torch.func.grad(lambda x: torch.func.grad(step)(x).square().sum())(x.detach())
+
+
+def test_weights_of_any_strides():
+    x, branch = torch.randn(5, 16, requires_grad=True), torch.randn(5, 16)
+    for weight, bias in (
+        (torch.randn(32)[::2], torch.randn(2, 16).T[:, 0]),
+        (torch.randn(1).expand(16), torch.randn(1).expand(16)),
+    ):
+        inputs = [x, weight.requires_grad_(), bias.requires_grad_()]
+        got = residual_norm(x, branch, *inputs[1:])[1] + bias_gelu(x, inputs[2])
+        want = F.layer_norm(x + branch, (16,), *inputs[1:]) + F.gelu(x + inputs[2])
+        torch.testing.assert_close(got, want)
+        pairs = (torch.autograd.grad(y.square().sum(), inputs) for y in (got, want))
+        for mine, wanted in zip(*pairs, strict=True):
+            torch.testing.assert_close(mine, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_one_token():
+    hidden, weight = torch.randn(16), torch.randn(9, 16)
+    loss = linear_cross_entropy(hidden, weight, torch.tensor(3))
+    torch.testing.assert_close(loss, F.cross_entropy(weight @ hidden, torch.tensor(3)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_a_gpu_that_is_not_the_current_one():
+    x, weight = torch.randn(5, 16, device="cuda:1"), torch.randn(16, device="cuda:1")
+    labels = torch.zeros(5, dtype=torch.int64, device="cuda:1")
+    inputs = [x.requires_grad_(), weight.requires_grad_()]
+    out = bias_gelu(residual_norm(x, x, weight)[1], weight)
+    loss = linear_cross_entropy(out, torch.ones(9, 16, device="cuda:1"), labels) + out.sum()
+    exact = doubled(*inputs)
+    normed = F.layer_norm(2 * exact[0], (16,), exact[1])
+    want = F.gelu(normed + exact[1])
+    want = 5 * torch.tensor(9.0).log() + want.sum()  # logits of one value
+    for got, wanted in zip(
+        torch.autograd.grad(loss, inputs), torch.autograd.grad(want, exact), strict=True
+    ):
+        assert_close(got, wanted, torch.float32)
 
 
 def test_compiles_whole():
@@ -207,11 +296,17 @@ def test_compiles_whole():
     [
         (lambda t: residual_norm(t(2, 4), t(2, 3), t(4)), "residual's shape"),
         (lambda t: residual_norm(t(2, 4), t(2, 4), t(3)), "last dimension"),
+        (lambda t: residual_norm(t(2, 4), t(2, 4), t(4), t(1)), r"got .*\(1,\)"),
         (lambda t: residual_norm(t(2, 4), t(2, 4), t(4), dropout_p=1.0), "dropout_p in"),
         (lambda t: residual_norm(t(1, 8193), t(1, 8193), t(8193)), "at most 8192"),
         (lambda t: bias_gelu(t(2, 4), t(3)), "last dimension of x"),
         (lambda t: bias_gelu(t(2, 4), t(4), approximate="erf"), "none or tanh, got 'erf'"),
         (lambda t: linear_cross_entropy(t(2, 4), t(9, 4), t(3).long()), r"\(num_rows, dim\)"),
+        (lambda t: bias_gelu(t(2, 4), t(4, device="meta")), "on one GPU, got cpu, meta"),
+        (
+            lambda t: linear_cross_entropy(t(2, 4).double(), t(9, 4), t(2).long()),
+            "got torch.float64",
+        ),
         (
             lambda t: linear_cross_entropy(t(2, 4), t(9, 4), t(2).long(), vocab_size=10),
             r"vocab_size must be in \[1, 9\]",
