@@ -34,6 +34,7 @@ from data.token_stream import (
 _POLL_S = 0.05
 _PATIENCE_S = 60.0  # without a maker, before a reader gives up
 _TAKE_OVER_S = 30.0  # in which the maker of a run that was killed ends
+_STOP = b"stop\n"
 
 
 class ShardMaker:
@@ -65,8 +66,10 @@ class ShardMaker:
             self._send(f"{shard}\n".encode())
 
     def stop(self) -> None:
+        # Said, as the end of its input would not do: forks of this process may hold its other end.
+        self._send(_STOP)
         with contextlib.suppress(OSError):
-            self._process.communicate()  # the end of its input is its end
+            self._process.communicate()
         self._process.wait()
 
     def _send(self, message: bytes) -> None:
@@ -157,7 +160,7 @@ def main() -> None:
                     needed.wait_for(index, folder)
         except Exception as error:
             text = f"the stream cannot go on: {type(error).__name__}: {error}"
-            write_atomically(folder / "stopped.txt", text.encode())
+            write_atomically(folder / "stopped.txt", " ".join(text.split()).encode())
             raise
 
 
@@ -182,6 +185,8 @@ class _Needed:
 
     def _listen(self) -> None:
         for line in sys.stdin.buffer:
+            if line == _STOP:
+                break
             with self._changed:
                 self._first = int(line)
                 self._changed.notify()

@@ -159,6 +159,7 @@ class _Documents:
                     "text_field and val_fraction"
                 )
             self._file = skip = drop = 0
+            self._held_out = None  # once each, however often the source ends before shard 0
 
     def mark(self, offset: int) -> Mark:
         """Of the token at `offset` of the last run."""

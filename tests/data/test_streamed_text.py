@@ -3,8 +3,10 @@
 import hashlib
 import itertools
 import json
+import os
 import random
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -122,6 +124,17 @@ def test_held_out_documents_are_never_trained_on(source, stream, tmp_path):
     assert not len(make(source, tmp_path / "none", val_fraction=0.0).val_dataloader())
 
 
+def test_held_out_documents_come_once_where_a_shard_is_longer_than_the_source(source, tmp_path):
+    data = make(source, tmp_path, stream_tokens=3 * 400 * SEQLEN)
+    documents, last = [], []
+    for token in data.store.val.read(0, data.num_val_tokens).tolist():
+        last.append(token)
+        if token == data.tokenizer.eot:
+            documents.append(tuple(last))
+            last = []
+    assert len(documents) == len(set(documents)) == data.store.val.num_documents > 3
+
+
 @pytest.mark.parametrize(
     "step, place",
     [(0, "same"), (3, "same"), (9, "other"), (10, "same"), (23, "other"), (30, "other")],
@@ -211,6 +224,25 @@ def test_one_maker_a_folder_and_its_death_is_said(source, tmp_path, monkeypatch)
     with pytest.raises(RuntimeError, match="the stream cannot go on: .* is gone, perhaps for"):
         list(itertools.islice(loader, 60))
     data.teardown("fit")
+
+
+def test_the_maker_ends_though_a_fork_holds_its_input(source, tmp_path):
+    """As the workers of a loader do."""
+    data = make(source, tmp_path)
+    data.train_dataloader()
+    end, held = os.pipe()
+    if not (fork := os.fork()):
+        os.close(held)
+        os.read(end, 1)
+        os._exit(0)
+    os.close(end)
+    stopping = threading.Thread(target=data.teardown, args=("fit",), daemon=True)
+    stopping.start()
+    stopping.join(20.0)
+    is_stopped = not stopping.is_alive()
+    os.close(held)
+    os.waitpid(fork, 0)
+    assert is_stopped
 
 
 def test_a_maker_that_gives_up_says_why(source, tmp_path):
