@@ -146,8 +146,8 @@ class GPT(nn.Module):
                 kv_cache.
 
         Returns:
-            (batch, seqlen, dim); under autocast float32, from the fused kernels its low-precision
-            dtype.
+            (batch, seqlen, dim); under autocast float32, in training by the fused kernels its
+            low-precision dtype.
 
         Raises:
             ValueError: input_ids is not 2-D, or reaches beyond max_seqlen positions.
@@ -176,7 +176,9 @@ class GPT(nn.Module):
             kv_cache.advance(seqlen)
         # Before the norm: FSDP2 warns of a view as the result.
         x, branch = x.view(*shape, -1), branch.view(*shape, -1)
-        return add_and_norm(x, branch, self.norm, self.resid_dropout, fused=self.fused)[1]
+        # Without gradients plain: what is scored (model.evaluation) is then not rounded.
+        fused = self.fused and torch.is_grad_enabled()
+        return add_and_norm(x, branch, self.norm, self.resid_dropout, fused=fused)[1]
 
     @property
     def head_weight(self) -> Tensor:

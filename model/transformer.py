@@ -21,6 +21,11 @@ def check_sizes(sizes: dict[str, Any], dropouts: dict[str, Any]) -> None:
             raise ValueError(f"{name} must be a number in [0, 1), got {dropout!r}")
 
 
+def has_kernels(x: Tensor) -> bool:
+    """Whether flash_kernels.fused serves a tensor."""
+    return x.is_cuda
+
+
 class Embeddings(nn.Module):
     """Token plus learned position embeddings, then dropout.
 
@@ -89,17 +94,12 @@ class MLP(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fused and is_served(x) and self.up.bias is not None:
+        if self.fused and has_kernels(x) and self.up.bias is not None:
             from flash_kernels.fused.gelu import bias_gelu
 
             hidden = F.linear(x, self.up.weight)
             return self.down(bias_gelu(hidden, self.up.bias, approximate=self.approximate))
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
-
-
-def is_served(x: Tensor) -> bool:
-    """Whether x can go to the kernels of flash_kernels.fused."""
-    return x.is_cuda
 
 
 def add_and_norm(
@@ -115,7 +115,7 @@ def add_and_norm(
     """
     if branch is None:
         return x, norm(x)
-    if fused and is_served(x):
+    if fused and has_kernels(x):
         from flash_kernels.fused.residual_norm import residual_norm
 
         dropout_p = dropout.p if dropout.training else 0.0

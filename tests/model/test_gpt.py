@@ -201,26 +201,3 @@ def test_learns_a_repeating_sequence():
         losses.append(loss.item() / num_tokens.item())
     assert losses[0] == pytest.approx(torch.tensor(61.0).log().item(), abs=0.1)
     assert losses[-1] < 0.1
-
-
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-)  # in Triton's interpreter on the CPU
-@pytest.mark.parametrize("bias", [True, False])
-def test_fused_kernels_change_nothing(device, bias, monkeypatch):
-    """Loss and gradients to rounding; with dropout a call draws a mask, in evaluation none."""
-    monkeypatch.setattr("model.transformer.is_served", lambda x: True)
-    options = {"bias": bias, "attention": sdpa_attention}
-    free = dict.fromkeys(("embd_dropout", "resid_dropout", "attn_dropout"), 0.0)
-    fused = make_gpt(**options, **free).to(device)
-    plain = make_gpt(**options, **free, fused=False).to(device)
-    ids = make_ids().to(device)
-    found = []
-    for model in (fused, plain):
-        loss, _ = next_token_loss(model(ids), ids)
-        found.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
-    dropping = make_gpt(**options, **{**free, "resid_dropout": 0.5}).to(device)
-    assert not torch.equal(dropping(ids), dropping(ids))
-    assert torch.equal(dropping.eval()(ids), fused(ids))
