@@ -1,4 +1,7 @@
-"""FlashAttention in Triton: exact, memory linear in the sequence length, forward and backward."""
+"""FlashAttention in Triton: exact, memory linear in the sequence length, forward and backward.
+
+What is imported by itself: ring (a sequence on several processes), fused (steps around attention).
+"""
 
 from . import block_patterns, flops  # noqa: F401  (flops registers formulas)
 from .attention import flash_attention, flash_attention_varlen
