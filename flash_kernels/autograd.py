@@ -10,8 +10,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from .gradients import once
 from .operators import LIBRARY, NUM_TENSORS, PLAIN, backward, forward, forward_of
 from .portable.launch import Problem
+
+_attention_backward = once("attention_backward")
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -24,7 +27,7 @@ def _differentiate(
     ctx: Any,
     dout: Tensor | None,
     dlse: Tensor | None,
-    operator: Callable[..., tuple[Tensor, ...]] = torch.ops.flash_kernels.attention_backward,
+    operator: Callable[..., tuple[Tensor, ...]] = _attention_backward,
 ) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, *index_tensors = ctx.saved_tensors
     if dout is None and dlse is None:

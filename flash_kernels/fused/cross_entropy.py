@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..gradients import refuse_second, with_gradients
 from ..operators import LIBRARY
-from .gradients import refuse_second, with_gradients
 from .launch import check_device, on_device
 
 _BLOCK, _VECTOR = 4096, 8  # columns of a program and of a thread at a time; 16 bytes of bf16

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..gradients import once, with_gradients
 from ..operators import LIBRARY
-from .gradients import once, with_gradients
 from .launch import check_device, num_programs, on_device
 
 _ROWS, _COLUMNS, _NUM_WARPS = 4, 512, 4  # of a tile

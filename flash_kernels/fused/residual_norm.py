@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..gradients import once, with_gradients
 from ..operators import LIBRARY
 from ..portable.dropout import dropout_column_keys, dropout_row_keys
-from .gradients import once, with_gradients
 from .launch import check_device, num_programs, on_device
 
 _MAX_DIM = 8192  # a row is held in registers

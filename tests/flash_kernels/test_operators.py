@@ -197,3 +197,9 @@ def test_a_second_derivative_is_refused():
     (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+    def loss(q):
+        return flash_attention(q, k.detach(), v.detach()).square().sum()
+
+    with pytest.raises(RuntimeError, match="no second derivatives: differentiate once"):
+        torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(q.detach())
