@@ -148,3 +148,13 @@ def test_chunked_loss_compiled_under_autocast_has_the_gradients_of_the_eager_one
     eager, compiled = (torch.autograd.grad(loss, (hidden, weight)) for loss in losses)
     for got, expected in zip(compiled, eager, strict=True):
         assert (got - expected).norm() <= 0.01 * expected.norm()
+
+
+def test_a_second_derivative_is_an_error():
+    """What the forward made has none, and the rest of it would be a wrong one."""
+    hidden, weight = torch.randn(1, 5, 16, requires_grad=True), torch.randn(9, 16)
+    labels = torch.arange(5)[None]
+    loss, _ = linear_next_token_loss(hidden, weight, labels, vocab_size=9, chunk_tokens=2)
+    (gradient,) = torch.autograd.grad(loss.square(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
