@@ -39,6 +39,7 @@ from model.checkpoint import AtomicCheckpointIO, newest_best
 from model.generation import sample_text
 from model.guard import RollBack, TrainingError, explained
 from model.language_task import CausalLMTask
+from model.results import say_result, write_result
 from model.run import Run, plan_run, record_run
 from model.saving import EXIT_CODES, Checkpoints
 from model.task import TrainingTask, say, step_seed
@@ -252,26 +253,36 @@ def instantiate_all(group: DictConfig | None) -> list:
 
 
 def report(cfg: DictConfig, run: Run, data: Any, task: TrainingTask, trainer: Trainer) -> float:
-    """What the run came to, beside what it must be compared with, and where it is.
+    """What the run came to, beside what it must be compared with, and where it is; the same in
+    result.json.
 
     Returns:
         Loss of the last step's validation, which is made up for if it has not been; infinity if
         nothing is held out for it.
     """
     loss = float("inf")
+    splits = {}
     if data.num_held_out("val"):
         if task.validated_step != trainer.global_step:
             trainer.validate(task, data, verbose=False)
         loss = float(trainer.callback_metrics["val/loss"])
-        say_result("validation", "val", data, task, trainer)
+        splits["val"] = say_result("val", None, trainer.callback_metrics, data, task)
     else:
         say("no validation: the data hold nothing out for it")
     if data.num_held_out("test"):
         best = newest_best(run.folder)
         trainer.test(task, data, ckpt_path=best, weights_only=True, verbose=False)
-        say_result(f"test, {best.name if best else 'last step'}", "test", data, task, trainer)
+        tested = best.name if best else None
+        splits["test"] = say_result("test", tested, trainer.callback_metrics, data, task)
     if task.caveat:
         say(task.caveat)
+    write_result(
+        run.folder,
+        step=trainer.global_step,
+        max_steps=trainer.max_steps,
+        caveat=task.caveat or None,
+        splits=splits,
+    )
     more = ""
     if isinstance(task, CausalLMTask):
         more = f"  (python -m scripts.generate run={run.folder.name} prompt='...')"
@@ -282,19 +293,6 @@ def report(cfg: DictConfig, run: Run, data: Any, task: TrainingTask, trainer: Tr
             say(f"sample: {texts[0]}")
     say(f"run: {run.folder}{more}")
     return loss
-
-
-def say_result(name: str, split: str, data: Any, task: TrainingTask, trainer: Trainer) -> None:
-    """What the task makes of the metrics, and under it what must stand beside them."""
-    of_split = f"{split}/"
-    metrics = {
-        key.removeprefix(of_split): float(value)
-        for key, value in trainer.callback_metrics.items()
-        if key.startswith(of_split)
-    }
-    say(task.result(name, metrics, data.num_held_out(split)))
-    if rank_zero_only.rank == 0 and (line := data.comparison(split)):
-        say(f"  {line}")
 
 
 def check_options(cfg: DictConfig) -> None:

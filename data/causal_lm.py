@@ -21,7 +21,7 @@ from data.context_warmup import ContextWarmup
 from data.order import sample_ids
 from data.prepare import SPLIT_SEED, prepare, store_folder
 from data.sources import open_source
-from data.stepped import IGNORED_LABEL, Batch, MakeStep, SteppedData
+from data.stepped import IGNORED_LABEL, Batch, Comparison, MakeStep, SteppedData
 from data.token_store import TokenStore, is_finished
 from data.tokenizer import AnyTokenizer, load_tokenizer
 
@@ -167,8 +167,9 @@ class CausalLMData(SteppedData):
         """Tokens of "val": there is no third split."""
         return self.num_val_tokens if split == "val" else 0
 
-    def comparison(self, split: str) -> str:
-        return f"unigram model: {self.unigram_perplexity():.2f}"
+    def comparison(self, split: str) -> Comparison | None:
+        perplexity = self.unigram_perplexity()
+        return Comparison(f"unigram model: {perplexity:.2f}", {"unigram_perplexity": perplexity})
 
     @property
     def num_samples(self) -> int:

@@ -16,6 +16,7 @@ from data.document_sources import DocumentSource
 from data.document_tokenizer import DocumentTokenizer, load_document_tokenizer
 from data.order import permute
 from data.sequence_store import SequenceStore, write_sequences
+from data.stepped import Comparison
 from data.token_store import token_dtype
 
 
@@ -112,7 +113,7 @@ class LongDocumentData(ClassificationData):
             print(f"stand-in data: {self.stand_in}")
         return _DocumentExamples(self.store, self._tokenizer.cls, self._tokenizer.sep, self.seqlen)
 
-    def comparison(self, split: str) -> str:
+    def comparison(self, split: str) -> Comparison | None:
         """The best constant prediction, and that a stand-in is one."""
         places = np.arange(self.num_held_out(split))
         held_out = self._targets(split)[_mixed(places, self.examples.num_examples(split))]
@@ -124,7 +125,7 @@ class LongDocumentData(ClassificationData):
         line = f"{what} for every document: micro-F1 {micro:.2%}"
         if self.stand_in:
             line += f"; stand-in data, not comparable with published results: {self.stand_in}"
-        return line
+        return Comparison(line, {"constant_micro_f1": micro})
 
     def _targets(self, split: str) -> np.ndarray:
         """(num_examples, num_classes) of 0 and 1."""

@@ -23,6 +23,7 @@ from data.pathfinder_store import (
     prepare_pathfinder,
 )
 from data.sequence_store import SequenceStore, write_sequences
+from data.stepped import Comparison
 
 
 class LongRangeData(ClassificationData):
@@ -74,10 +75,11 @@ class LongRangeData(ClassificationData):
         """Make the store if it is missing. Called on one process of each machine."""
         write_sequences(self._folder, self.task.identity, self.task.splits)
 
-    def comparison(self, split: str) -> str:
+    def comparison(self, split: str) -> Comparison | None:
         if not self.stand_in:
-            return ""
-        return f"stand-in data, not comparable with published results: {self.stand_in}"
+            return None
+        line = f"stand-in data, not comparable with published results: {self.stand_in}"
+        return Comparison(line, {})
 
     def open_examples(self) -> Examples:
         if self.stand_in:
@@ -195,18 +197,24 @@ class PathfinderData(ClassificationData):
         as_ids = {k: v.long() for k, v in batch.items() if k in ("input_ids", "dense_labels")}
         return {**batch, **as_ids}
 
-    def comparison(self, split: str) -> str:
+    def comparison(self, split: str) -> Comparison | None:
         """What the discs' positions alone tell of the labels of the same examples."""
         if self._release is not None:
-            return "marker-only floor: not measured, the release does not say where the discs are"
+            line = "marker-only floor: not measured, the release does not say where the discs are"
+            return Comparison(line, {})
         scenes = PathfinderStore(self._folder).scenes(split, np.arange(self.num_held_out(split)))
         try:
             floor = shortcut_floor(marker_positions(scenes), scenes["label"], self.spec.size)
         except ValueError as error:
-            return f"marker-only floor: not measured, {error}"
-        return (
+            return Comparison(f"marker-only floor: not measured, {error}", {})
+        return Comparison(
             f"marker-only floor on the same set: {floor.accuracy:.2%} +- {floor.ci95:.2%} "
-            f"(95 %, {floor.num_examples:,} examples)"
+            f"(95 %, {floor.num_examples:,} examples)",
+            {
+                "floor": floor.accuracy,
+                "floor_ci95": floor.ci95,
+                "floor_examples": floor.num_examples,
+            },
         )
 
     def open_examples(self) -> Examples:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from data.causal_lm import CausalLMData, CorpusOptions
 from data.masked_samples import MaskedOptions, MaskedSamples, Sample
 from data.order import permute
-from data.stepped import IGNORED_LABEL, Batch, MakeStep
+from data.stepped import IGNORED_LABEL, Batch, Comparison, MakeStep
 from data.wordpiece import BERT_UNCASED, WordPiece
 
 _VAL_SEED = 0  # the held-out examples and their masks are the same in every run
@@ -115,8 +115,10 @@ class MaskedLMData(CausalLMData):
         """Examples of "val": there is no third split."""
         return self.num_val_samples if split == "val" else 0
 
-    def comparison(self, split: str) -> str:
-        return f"the commonest token everywhere: {self.constant_accuracy():.2%}"
+    def comparison(self, split: str) -> Comparison | None:
+        accuracy = self.constant_accuracy()
+        line = f"the commonest token everywhere: {accuracy:.2%}"
+        return Comparison(line, {"constant_accuracy": accuracy})
 
     def constant_accuracy(self) -> float:
         """Share of the held-out text that the training text's commonest token makes up.

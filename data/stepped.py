@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning
 import numpy as np
@@ -22,6 +22,18 @@ Batch = dict[str, Any]
 MakeStep = Callable[[np.ndarray, np.ndarray], Batch]
 # places, (n,) int64 from 0 in order; those from the number of samples on are to be filled up
 MakeHeldOut = Callable[[np.ndarray], Batch]
+
+
+class Comparison(NamedTuple):
+    """What must stand beside a result.
+
+    Attributes:
+        line: for people.
+        numbers: those in it, by name; accuracies are fractions.
+    """
+
+    line: str
+    numbers: dict[str, float]
 
 
 class SteppedData(lightning.LightningDataModule):
@@ -67,9 +79,9 @@ class SteppedData(lightning.LightningDataModule):
         """Samples, or tokens, of "val" or "test" in use; 0 for a split that is not there."""
         raise NotImplementedError
 
-    def comparison(self, split: str) -> str:
-        """What must stand beside a result on "val" or "test", one line; "" for nothing."""
-        return ""
+    def comparison(self, split: str) -> Comparison | None:
+        """What must stand beside a result on "val" or "test"; None for nothing."""
+        return None
 
     @property
     def contexts(self) -> tuple[int, ...]:

@@ -63,6 +63,10 @@ class Workplace:
     def start(self, *overrides: str, launcher=(), images: bool = False) -> subprocess.Popen:
         return self._start("train.py", self.complete(overrides, images), launcher)
 
+    def result(self, name: str) -> dict:
+        """The result.json of a run."""
+        return json.loads((self.folder / "outputs/runs" / name / "result.json").read_text())
+
     def run_several(self, *runs: list[str], launcher=()) -> str:
         """The same of trainings one after the other, each its overrides."""
         lists = json.dumps([self.complete(overrides) for overrides in runs])

@@ -22,6 +22,7 @@ LIGHTNING_HOMES = {
     "model/classification_task.py",
     "model/guard.py",
     "model/loggers.py",
+    "model/results.py",
     "model/saving.py",
     "model/wandb_logger.py",
     "model/wandb_media.py",

@@ -48,5 +48,5 @@ def test_small_pathfinder_is_learned_above_what_its_discs_tell(tmp_path, one_thr
     options = ["data.balanced=true", "data.num_train=20000", "data.num_val=1000"]
     options += ["trainer.max_steps=1200", "task.final_lr_fraction=0.3", "data.num_test=0"]
     data, task, trainer = fit(tmp_path, *options, "trainer.val_check_interval=1200")
-    print(data.comparison("val"))
+    print(data.comparison("val").line)
     assert trainer.callback_metrics["val/accuracy"] > 0.65

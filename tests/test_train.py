@@ -3,13 +3,13 @@
 import json
 import os
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
+from model.results import say_result, write_result
 from model.run import Run
 
 
@@ -29,6 +29,15 @@ def test_a_run_learns_and_reports(workplace):
     assert [row["step"] for row in table if row["val/ppl"]] == ["6", "12"]
     facts = json.loads((workplace.folder / "outputs/runs/plain/run.json").read_text())
     assert facts["run_id"].startswith("plain-") and facts["versions"]["torch"]
+    result = workplace.result("plain")
+    assert (result["step"], result["max_steps"], result["caveat"]) == (12, 12, None)
+    assert list(result["splits"]) == ["val"]
+    val = result["splits"]["val"]
+    assert f"{val['line']}{os.linesep}  {val['comparison']['line']}" in out
+    assert val["metrics"]["ppl"] == pytest.approx(float(table[-1]["val/ppl"]), rel=1e-6)
+    assert val["line"].endswith(f"perplexity {val['metrics']['ppl']:.2f}")
+    unigram = val["comparison"]["numbers"]["unigram_perplexity"]
+    assert val["comparison"]["line"].endswith(f"{unigram:.2f}") and val["checkpoint"] is None
 
 
 @pytest.mark.slow
@@ -60,6 +69,22 @@ def test_stop_and_resume_equals_no_stop_bitwise(workplace):
 def images_run(workplace):
     """What the run "images" prints."""
     return workplace.run("run_name=images", images=True)
+
+
+@pytest.mark.slow
+def test_a_run_writes_its_results_as_data(workplace, images_run):
+    result = workplace.result("images")
+    assert result["caveat"].startswith("supervision: labels and a dense target")
+    val, test = result["splits"]["val"], result["splits"]["test"]
+    assert (val["num_held_out"], test["num_held_out"]) == (30, 70)
+    assert val["checkpoint"] is None and test["checkpoint"].startswith("best-")
+    for split in (val, test):
+        assert split["line"] in images_run and split["comparison"]["line"] in images_run
+        assert f"{split['metrics']['accuracy']:.2%}" in split["line"]
+    assert set(test["metrics"]) >= {"loss", "accuracy", "dense_loss"}
+    numbers = test["comparison"]["numbers"]
+    assert f"{numbers['floor']:.2%} +- {numbers['floor_ci95']:.2%}" in test["comparison"]["line"]
+    assert val["comparison"]["numbers"] == {}, "too few images for a floor"
 
 
 @pytest.mark.slow
@@ -97,12 +122,26 @@ def test_sweep_makes_one_run_a_value(workplace):
     assert losses[0] != losses[1]
 
 
-def test_a_run_without_held_out_data_says_so(capsys):
+def test_a_run_without_held_out_data_says_so(capsys, tmp_path):
     data = SimpleNamespace(num_held_out=lambda split: 0)
-    task, run = SimpleNamespace(caveat="of another supervision"), Run(Path("runs/one"), "id", None)
-    assert train.report(None, run, data, task, trainer=None) == float("inf")
+    task, run = SimpleNamespace(caveat="of another supervision"), Run(tmp_path, "id", None)
+    trainer = SimpleNamespace(global_step=2, max_steps=3)
+    assert train.report(None, run, data, task, trainer) == float("inf")
     lines = ["no validation: the data hold nothing out for it", "of another supervision"]
-    assert capsys.readouterr().out.splitlines() == [*lines, "run: runs/one"]
+    assert capsys.readouterr().out.splitlines() == [*lines, f"run: {tmp_path}"]
+    result = {"step": 2, "max_steps": 3, "caveat": "of another supervision", "splits": {}}
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+
+
+def test_a_metric_that_is_not_finite_is_null(tmp_path):
+    data = SimpleNamespace(num_held_out=lambda split: 9, comparison=lambda split: None)
+    task = SimpleNamespace(result=lambda name, metrics, number: f"{name} {metrics} {number}")
+    metrics = {"val/loss": torch.tensor(float("inf")), "train/loss": 1.0, "test/loss": 2.0}
+    made = say_result("val", None, metrics, data, task)
+    assert made["metrics"] == {"loss": None} and made["comparison"] is None
+    write_result(tmp_path, splits={"val": made})
+    assert json.loads((tmp_path / "result.json").read_text())["splits"]["val"] == made
 
 
 def test_unknown_key_is_one_line(workplace):

@@ -195,7 +195,8 @@ def test_unigram_perplexity_by_arithmetic(store_folder):
     ]
     expected = math.prod(probabilities) ** (-1 / 20)
     assert data.unigram_perplexity() == pytest.approx(expected)
-    assert data.comparison("val") == f"unigram model: {expected:.2f}"
+    assert data.comparison("val").line == f"unigram model: {expected:.2f}"
+    assert data.comparison("val").numbers == {"unigram_perplexity": pytest.approx(expected)}
     assert (data.num_held_out("val"), data.num_held_out("test")) == (20, 0)
 
 

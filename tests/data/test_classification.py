@@ -304,15 +304,20 @@ def test_pathfinder_stands_beside_its_shortcut_floor(tmp_path):
         root=str(tmp_path),
     )
     opened(data)
-    assert re.fullmatch(
-        r"marker-only floor on the same set: [0-9.]+% \+- [0-9.]+% \(95 %, 100 examples\)",
-        data.comparison("test"),
+    line, numbers = data.comparison("test")
+    found = re.fullmatch(
+        r"marker-only floor on the same set: ([0-9.]+)% \+- ([0-9.]+)% \(95 %, 100 examples\)", line
     )
-    assert "not measured, at least 60 examples are needed" in data.comparison("val")
+    assert numbers["floor"] == pytest.approx(float(found[1]) / 100, abs=1e-4)
+    assert numbers["floor_ci95"] == pytest.approx(float(found[2]) / 100, abs=1e-4)
+    assert numbers["floor_examples"] == 100
+    line, numbers = data.comparison("val")
+    assert "not measured, at least 60 examples are needed" in line and numbers == {}
 
 
 def test_stand_ins_are_named_and_published_data_are_not(reviews, tmp_path):
     data = LongRangeData(task="text", source=reviews, seqlen=8, batch_size=2, root=str(tmp_path))
-    assert data.comparison("test") == ""
+    assert data.comparison("test") is None
     data.stand_in = "something else"
-    assert data.comparison("test").endswith("not comparable with published results: something else")
+    line, numbers = data.comparison("test")
+    assert line.endswith("not comparable with published results: something else") and not numbers

@@ -94,7 +94,7 @@ def test_a_limit_takes_documents_of_the_whole_split(tmp_path):
     (batch,) = data.val_dataloader()
     counts = batch["labels"].bincount(minlength=4).tolist()
     assert sum(counts) == 12 and sum(count > 0 for count in counts) >= 3
-    assert f"micro-F1 {counts[0] / 12:.2%}" in data.comparison("val")
+    assert f"micro-F1 {counts[0] / 12:.2%}" in data.comparison("val").line
 
 
 def test_every_seqlen_reads_the_same_store(cases, tmp_path):
@@ -147,7 +147,8 @@ def test_a_stand_in_holds_out_a_tenth_of_each_labels_documents(tmp_path, capsys)
     assert data.store.manifest["facts"]["classes"] == ["ann", "bob", "cy"]
     counts = {s: np.bincount(data.store.labels(s)).tolist() for s in ("train", "val", "test")}
     assert counts == {"train": [16, 8, 1], "val": [2, 1, 1], "test": [2, 1, 1]}
-    line = data.comparison("val")
+    line, numbers = data.comparison("val")
+    assert numbers == {"constant_micro_f1": 0.5}
     assert line.startswith("the commonest label for every document: micro-F1 50.00%; stand-in data")
     assert "not comparable with published results" in line and not data.multi_label
 
@@ -180,7 +181,9 @@ def test_the_best_constant_prediction():
 def test_comparison_of_several_labels(cases, tmp_path):
     data = opened(task="ecthr", source=str(cases), root=str(tmp_path))
     # In training 2 and 2 of 4: both labels, 8 / 12, before one, 4 / 8. Validation: 4 hits of 6.
-    assert data.comparison("val") == "the commonest labels for every document: micro-F1 80.00%"
+    line, numbers = data.comparison("val")
+    assert line == "the commonest labels for every document: micro-F1 80.00%"
+    assert numbers == {"constant_micro_f1": pytest.approx(0.8)}
 
 
 def test_a_models_own_tokenizer(tmp_path):

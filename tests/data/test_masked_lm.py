@@ -318,7 +318,10 @@ def test_constant_guess_is_the_commonest_training_token(tmp_path):
         val=SimpleNamespace(num_tokens=len(tokens), read=lambda start, n: np.array(tokens)[:n]),
     )
     assert data.constant_accuracy() == 2 / 8
-    assert data.comparison("val") == "the commonest token everywhere: 25.00%"
+    assert data.comparison("val") == (
+        "the commonest token everywhere: 25.00%",
+        {"constant_accuracy": 0.25},
+    )
 
 
 def test_global_random_state_is_untouched(store_folder):
