@@ -1,6 +1,7 @@
 """Records: what a script measured, with all that others need to repeat it, as JSON."""
 
 import json
+import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,4 +57,4 @@ def command_line(module: str, omit: str) -> str:
         at = kept.index(omit)
         kept = kept[:at] + kept[at + 2 :]
     kept = [argument for argument in kept if not argument.startswith(f"{omit}=")]
-    return " ".join(["python", "-m", module, *kept])
+    return shlex.join(["python", "-m", module, *kept])
