@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+from scripts.accuracy_tables import accuracy_table, readme_title
 from scripts.attention_tables import speed_table
 from scripts.trained_tables import loss_verdict
 
@@ -58,7 +59,7 @@ def compare_attention(record: dict) -> str:
     return "\n\n".join([title, text, " ".join(verdicts), origin(record)])
 
 
-LENGTHS = (" 1,024", " 4,096", " 16,384")  # of the table of attention
+LENGTHS = (" 1,024", " 16,384")  # of the table of attention
 
 
 def benchmark_attention(record: dict) -> str:
@@ -72,7 +73,15 @@ def benchmark_attention(record: dict) -> str:
     return "\n\n".join([title, table(header, rows), origin(record)])
 
 
-SECTIONS = {"benchmark_attention": benchmark_attention, "compare_attention": compare_attention}
+def long_range_accuracy(record: dict) -> str:
+    return "\n\n".join([readme_title(record), table(*accuracy_table(record)), origin(record)])
+
+
+SECTIONS = {
+    "benchmark_attention": benchmark_attention,
+    "compare_attention": compare_attention,
+    "long_range_accuracy": long_range_accuracy,
+}
 
 
 def rendered() -> str:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from typing import Any
 
 from scripts import benchmark_generation
+from scripts.accuracy_tables import accuracy_blocks
 from scripts.attention_tables import IMPLEMENTATION_NAMES, speed_table
 from scripts.benchmark_training import report_blocks
 from scripts.paper_numbers import (
@@ -267,32 +268,6 @@ def training_blocks(record: dict) -> list[Block]:
     blocks: list[Block] = [Table(header, cells, caption)]
     blocks += [loss_verdict(curve) for curve in record.get("loss_curves", [])]
     return blocks
-
-
-def accuracy_blocks(record: dict) -> list[Block]:
-    """Accuracies with their interval, beside tables 3 and 6."""
-    paper = {
-        row.name: row.paper.get("accuracy, %") for t in ("table3", "table6") for row in TRAINING[t]
-    }
-    cells = []
-    for row in record["rows"]:
-        task = row["task"].removeprefix("lra_")
-        title = next((n for n in paper if n.lower() == f"{task}, flashattention"), None)
-        title = title or next((n for n in paper if n.lower().replace("-", "").startswith(f"{task},")
-                               and "flash" in n.lower()), None)  # fmt: skip
-        ci95 = f" +- {row['ci95']:.1%}" if row.get("ci95") else ""
-        cells.append(
-            [
-                row["task"],
-                f"{row.get('recipe', '-')}, {row.get('supervision', '-')}",
-                f"{row['accuracy']:.1%}{ci95}",
-                f"{row['floor']:.1%}" if row.get("floor") else "-",
-                f"{paper[title]:.1f}%" if title else "-",
-                _number(row.get("minutes")),
-            ]
-        )
-    header = ["task", "recipe, supervision", "accuracy", "floor", "paper", "minutes"]
-    return [Table(header, cells, "Accuracy, its 95 % interval, and what a shortcut reaches")]
 
 
 def perplexity_blocks(record: dict) -> list[Block]:

@@ -151,8 +151,8 @@ def test_numbers_stand_beside_those_of_the_paper():
     assert cells("reproduce_table11")[1] == ["1,024 flash", "2.55", "2", "3.25", "5", "better"]
     # 400,000 steps of 524,288 tokens at 1e6 a second are 2.427 days; the paper's 2.7 on 8 A100.
     assert cells("compare_attention")[0][-2:] == ["2.4", "21.6"]
-    assert [row[2:5:2] for row in cells("lra")] == [["38.1% +- 1.2%", "37.6%"],
-                                                    ["90.0% +- 1.0%", "61.4%"]]  # fmt: skip
+    assert [row[4::4] for row in cells("lra")] == [["38.10 +- 1.20 %", "37.6 %"],
+                                                   ["90.00 +- 1.00 %", "61.4 %"]]  # fmt: skip
     assert [row[-2] for row in cells("compare_contexts")] == ["18.2", "17.5"]
     assert cells("something_new") == [["whale", "1.25", "1 2", "yes"]]
 
