@@ -127,8 +127,9 @@ class PathfinderData(ClassificationData):
 
     Args:
         size: of the images in pixels: 32, 64, 128 (Path-X) or 256.
-        level: 6, 9 or 14 paddles a snake.
+        level: 3, 4, 5, 6, 9 or 14 paddles a snake.
         balanced: labels that the discs' positions do not tell.
+        num_distractors: short snakes to try for, 0 for an easier set; None is the reference's.
         release: folder of the unpacked release, read instead of generating; needs Pillow.
         dense_target, foreground: add the entries above. The release has no dense target.
         background_up_to: grey values up to this one become 0, the soft rims of strokes: fewer
@@ -150,6 +151,7 @@ class PathfinderData(ClassificationData):
         size: int,
         level: int = 14,
         balanced: bool = False,
+        num_distractors: int | None = None,
         release: str | None = None,
         dense_target: bool = False,
         foreground: bool = False,
@@ -165,16 +167,18 @@ class PathfinderData(ClassificationData):
         **loading: Unpack[LoadingOptions],
     ) -> None:
         super().__init__(seqlen=size * size, val_batch_size=val_batch_size, **loading)
-        if release is not None and (dense_target or balanced):
+        if release is not None and (dense_target or balanced or num_distractors is not None):
             raise ValueError(
-                "the release has neither a dense target nor a balanced set: generate the images, "
-                "or leave dense_target and balanced out"
+                "the release has neither a dense target, a balanced set nor another number of "
+                "distractors: generate the images, or leave these options out"
             )
         if not 0 <= background_up_to < 255:
             raise ValueError(f"background_up_to must be from 0 to 254, got {background_up_to}")
         self.vocab_size = 256
         self.num_classes = 2
-        self.spec = PathfinderSpec(size, level, balanced=balanced, seed=data_seed)
+        self.spec = PathfinderSpec(
+            size, level, balanced=balanced, num_distractors=num_distractors, seed=data_seed
+        )
         self._num_images = {"train": num_train, "val": num_val, "test": num_test}
         self._folder = pathfinder_folder(root, self.spec, self._num_images)
         self._release = release

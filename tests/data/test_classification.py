@@ -268,6 +268,8 @@ def test_refusals(pathfinder, tmp_path):
         PathfinderData(size=32, batch_size=0)
     with pytest.raises(ValueError, match="neither a dense target"):
         PathfinderData(size=32, batch_size=1, release=str(tmp_path), dense_target=True)
+    with pytest.raises(ValueError, match="nor another number of distractors"):
+        PathfinderData(size=32, batch_size=1, release=str(tmp_path), num_distractors=0)
     with pytest.raises(ValueError, match="batch_size must be a multiple"):
         pathfinder(world_size=3)
     with pytest.raises(RuntimeError, match="must be opened first"):

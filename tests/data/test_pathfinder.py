@@ -204,11 +204,31 @@ def test_a_tiny_scene_is_rendered_as_by_hand():
     assert np.abs(expected - render(spec, scene)[0])[away].max() <= 1
 
 
+@pytest.mark.parametrize("size, level", [(32, 3), (32, 4), (128, 3), (128, 5)])
+def test_short_snakes_are_the_easy_start(size, level):
+    """Both labels; discs at the ends of snakes of so many paddles, and nothing else drawn."""
+    spec = PathfinderSpec(size, level, num_distractors=0)
+    scenes = make_scenes(spec, "train", np.arange(64))
+    assert scenes["long_sprite"].shape == (64, level, 2) and set(scenes["label"]) == {0, 1}
+    assert not scenes["num_distractors"].any() and scenes["short_sprite"].shape[1] == 0
+    ids, markers = render_snake_ids(spec, scenes), marker_positions(scenes)
+    assert set(np.unique(ids)) == {0, 1, 2}, "background and two snakes"
+    near = [
+        {*ids[i, max(0, y - 2) : y + 3, max(0, x - 2) : x + 3].ravel()} - {0}
+        for i in range(64) for y, x in markers[i]
+    ]  # fmt: skip
+    joined = np.array([bool(one & two) for one, two in zip(near[::2], near[1::2], strict=True)])
+    assert joined[scenes["label"] == 1].all(), "the discs of label 1 lie on one snake"
+    assert joined[scenes["label"] == 0].mean() < 0.5
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="size must be one of"):
         PathfinderSpec(100)
     with pytest.raises(ValueError, match="level must be one of"):
         PathfinderSpec(32, 7)
+    with pytest.raises(ValueError, match="a balanced set needs level 6, 9 or 14, got 3"):
+        PathfinderSpec(32, 3, balanced=True)
     with pytest.raises(ValueError, match="num_distractors must not be negative"):
         PathfinderSpec(32, num_distractors=-1)
     with pytest.raises(ValueError, match="split must be one of"):
