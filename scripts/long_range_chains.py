@@ -1,0 +1,192 @@
+"""Chains of runs of the Long Range Arena's images, each starting from the one before.
+
+With a dense target Path-X is learned in minutes, from 6 paddles to 14, at first on bright pixels;
+Path-256 starts from Path-X. Labels alone stay at ln 2 where a run begins with 6 paddles or more,
+while snakes of 3 without distractors are learned within some hundred steps, in half of them from a
+vector a grey value (at 32 pixels the brightest is on discs alone) instead of a linear function.
+So the chains of labels alone grow the snakes; they differ in one thing each.
+"""
+
+from typing import NamedTuple
+
+
+class Stage(NamedTuple):
+    """One run of a chain.
+
+    Attributes:
+        name: of the run; its weights are the next stage's start.
+        options: overrides of train.py.
+        minutes: at most so many; None takes what is left.
+        measures: only tests the weights of the last trained stage, in another way: one step at a
+            rate of 0 changes nothing.
+    """
+
+    name: str
+    options: tuple[str, ...]
+    minutes: float | None = None
+    measures: bool = False
+
+
+class Chain(NamedTuple):
+    """Stages one after the other.
+
+    Attributes:
+        about: one line for --help.
+        stages: of it.
+        prepare: images of later stages, to generate while the first train: arguments of
+            scripts.prepare_data pathfinder, in the order in which they are needed.
+        after: another chain's stage to start from.
+    """
+
+    about: str
+    stages: tuple[Stage, ...]
+    prepare: tuple[str, ...] = ()
+    after: str | None = None
+
+
+_NO_TEST = ("data.num_train=160000", "data.num_val=2000", "data.num_test=0")  # on the way
+_BALANCED = ("data.balanced=true", "data.num_train=64", "data.num_val=64", "data.num_test=10000")
+_LABELS = ("data.dense_target=false", "task.dense_weight=0", "model.num_dense_classes=0")
+_EASY = (  # until most is right, or the minutes are over
+    *("data.num_train=80000", *_NO_TEST[1:], "data.num_distractors=0"),
+    *("callbacks=target", "callbacks.target.at_least=0.93", "trainer.val_check_interval=200"),
+)
+_BY_VALUE = ("model.embedding=token", "model.rotary_wavelengths=[4.0,512.0]")
+_PADDLES = (3, 4, 5, 6, 9, 14)
+_COMPILED = "task.compile=true"  # takes half a minute: for the long stages
+_BRIGHT = "data.background_up_to=96"
+_PATH32 = (
+    *("experiment=lra_pathfinder", "recipe=fast", "model.nearness=1.5"),
+    *("data.background_up_to=16", "data.num_workers=1"),
+)
+_PATHX = ("experiment=pathx", "recipe=fast", "model.nearness=1.5", "data.num_workers=8")
+_PATH256 = ("experiment=path256", *_PATHX[1:], _BRIGHT, "data.val_batch_size=100")
+
+
+def _steps(number: int) -> tuple[str, ...]:
+    return (f"trainer.max_steps={number}",)
+
+
+def _balanced(name: str, *options: str) -> Stage:
+    return Stage(f"{name}_balanced", (*options, *_BALANCED), measures=True)
+
+
+def _grown(name: str, *options: str, paddles: tuple[int, ...] = _PADDLES) -> tuple[Stage, ...]:
+    """32 pixels, labels alone: longer and longer snakes without distractors, then with them."""
+    base = (*_PATH32, *_LABELS, *_BY_VALUE, "data.batch_size=128", *options)
+    last = Stage(name, (*base, *_steps(20000), _COMPILED))
+    return (*_easy(name, base, paddles), last, _balanced(name, *base))
+
+
+def _grown_128() -> tuple[Stage, ...]:
+    """The same for Path-X, on bright pixels."""
+    name, base = "pathx_labels", (*_PATHX, *_LABELS, *_BY_VALUE, _BRIGHT, "data.batch_size=128")
+    last = Stage(name, (*base, *_steps(6000), _COMPILED))
+    tested = _balanced(name, *base, "data.val_batch_size=100")
+    return (*_easy(name, base, _PADDLES), last, tested)
+
+
+def _easy(name: str, base: tuple[str, ...], paddles: tuple[int, ...]) -> tuple[Stage, ...]:
+    return tuple(
+        Stage(
+            f"{name}_{n}",
+            (*base, *_EASY, f"data.level={n}", *_steps(2500)),
+            1.2 if n == paddles[0] else 0.9,
+        )
+        for n in paddles
+    )
+
+
+def _grown_images(size: int) -> tuple[str, ...]:
+    """What `_easy` and the hard level after it read; the latter takes the longest."""
+    easy = [
+        f"--size {size} --level {n} --distractors 0 --train 80000 --val 2000 --test 0"
+        for n in _PADDLES
+    ]
+    return (*easy, f"--size {size}")
+
+
+CHAINS = {
+    "pathx": Chain(
+        "Path-X with a dense target: level 6, level 14 on bright pixels, all non-zero pixels; "
+        "tested on all 16,384 pixels and on the balanced set too",
+        (
+            Stage("pathx_6", (*_PATHX, *_NO_TEST, _BRIGHT, "data.level=6", "data.batch_size=128",
+                              "trainer.max_steps=4000"), 2.2),
+            Stage("pathx_14", (*_PATHX, _BRIGHT, "trainer.max_steps=6000", _COMPILED), 4.2),
+            Stage("pathx_full", (*_PATHX, "data.batch_size=128", "data.val_batch_size=100",
+                                 "optimizer.lr=5e-4", "trainer.max_steps=1500",
+                                 "trainer.val_check_interval=500", _COMPILED)),
+            Stage("pathx_dense", (*_PATHX, "data.foreground=false", "data.val_batch_size=16",
+                                  "data.test_limit=10000"), measures=True),
+            _balanced("pathx", *_PATHX, "data.val_batch_size=100"),
+        ),
+        prepare=("--size 128",),
+    ),
+    "pathx_labels": Chain(
+        "Path-X, labels alone, bright pixels: 3, 4, 5, 6, 9, 14 paddles, then distractors",
+        _grown_128(),
+        prepare=_grown_images(128),
+    ),
+    "path256": Chain(
+        "Path-256 with a dense target, from pathx_14",
+        (
+            Stage("path256", (*_PATH256, "data.batch_size=128", "trainer.max_steps=6000",
+                             _COMPILED)),
+            _balanced("path256", *_PATH256),
+        ),
+        prepare=("--size 256",),
+        after="pathx_14",
+    ),
+    "path32": Chain(
+        "32 pixels with a dense target",
+        (
+            Stage("path32", (*_PATH32, "trainer.max_steps=6000", _COMPILED)),
+            _balanced("path32", *_PATH32),
+        ),
+    ),
+    "labels": Chain(
+        "32 pixels, labels alone: 3, 4, 5, 6, 9, 14 paddles, then distractors",
+        _grown("labels"),
+        prepare=_grown_images(32),
+    ),
+    "labels_slow": Chain(
+        "the same at a third of the rate, twice the batch, a longer warm-up",
+        _grown("labels_slow", "data.batch_size=256", "optimizer.lr=3e-4",
+               "task.warmup_fraction=0.1"),
+        prepare=_grown_images(32),
+    ),
+    "labels_max": Chain(
+        "the same with max pooling",
+        _grown("labels_max", "model.pooling=max"),
+        prepare=_grown_images(32),
+    ),
+    "labels_heads": Chain(
+        "the same with 8 heads of 16",
+        _grown("labels_heads", "model.nheads=8"),
+        prepare=_grown_images(32),
+    ),
+    "labels_pixel": Chain(
+        "the same with a linear embedding of grey values",
+        _grown("labels_pixel", "model.embedding=pixel"),
+        prepare=_grown_images(32),
+    ),
+    "labels_hard": Chain(
+        "32 pixels, labels alone, the hard level from the start: the control",
+        _grown("labels_hard", paddles=()),
+    ),
+    "listops": Chain(
+        "ListOps, the arena's 5,000 steps",
+        (
+            Stage("listops", ("experiment=lra_listops", "data.num_workers=1",
+                              "trainer.max_steps=5000", "task.warmup_fraction=0.2",
+                              "trainer.val_check_interval=500")),
+        ),
+    ),
+}  # fmt: skip
+# What a measurement does instead of training.
+MEASURE = (
+    *("trainer.max_steps=1", "trainer.val_check_interval=1", "task.warmup_fraction=1"),
+    *("task.compile=false", "data.batch_size=16", "data.val_limit=32", "data.num_workers=2"),
+    "callbacks.checkpoints=null",
+)
