@@ -6,9 +6,10 @@
 For GPUs that are lent for a short while: when the minutes are over, every run saves, stops and is
 tested (that takes about a minute more). The same command another day goes on where it stopped. A
 chain is a list of runs that start from each other's weights; its next run begins when one has made
-its steps, reached its target or used up its minutes, and that one is then not gone back to. Outputs of each run go
-to RUNS_ROOT/logs/RUN.log. With --pack each run becomes a RUN.tar that holds its newest checkpoint,
-for `tar -xf` below RUNS_ROOT of another machine. A record of all: python -m scripts.record_runs.
+its steps, reached its target or used up its minutes, and that one is then not gone back to. Outputs
+of each run go to RUNS_ROOT/logs/RUN.log. With --pack each run becomes a RUN.tar that holds its
+newest checkpoint, for `tar -xf` below RUNS_ROOT of another machine. A record of all of them:
+python -m scripts.record_runs.
 """
 
 import argparse
