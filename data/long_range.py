@@ -127,7 +127,7 @@ class PathfinderData(ClassificationData):
 
     Args:
         size: of the images in pixels: 32, 64, 128 (Path-X) or 256.
-        level: 3, 4, 5, 6, 9 or 14 paddles a snake.
+        level: paddles a snake, 3 to 14.
         balanced: labels that the discs' positions do not tell.
         num_distractors: short snakes to try for, 0 for an easier set; None is the reference's.
         release: folder of the unpacked release, read instead of generating; needs Pillow.

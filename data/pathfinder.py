@@ -29,9 +29,10 @@ from data.pathfinder_grow import grow_long_snakes
 from data.pathfinder_sprites import GEOMETRIES, marker_sprite, sprite_tables
 
 VERSION = 1  # raise when any recipe changes
-# Paddles of a long snake, and the set's name as the reference gives one. The release has those from
-# 6 on; shorter ones are where labels alone can begin.
-LEVELS = {n: f"curv_contour_length_{n}" for n in (3, 4, 5, 6, 9, 14)} | {6: "curv_baseline"}
+# Paddles of a long snake, and the set's name as the reference gives one. The release has 6, 9 and
+# 14; labels alone are learned from short snakes on, by small steps.
+LEVELS = {n: f"curv_contour_length_{n}" for n in range(3, 15)} | {6: "curv_baseline"}
+_BALANCED_LEVELS = (6, 9, 14)  # those with a fitted model
 SPLITS = ("train", "val", "test")
 COVERED = 38  # of 255: pixels that a paddle covers by 0.15 or more belong to it
 
@@ -42,8 +43,8 @@ class PathfinderSpec:
 
     Attributes:
         size: height and width in pixels: 32, 64, 128 (Path-X) or 256.
-        level: paddles of a long snake: 3, 4, 5, 6, 9 or 14 (hard, what the Long Range Arena uses).
-        balanced: thin the scenes so that the discs' positions do not tell the label; from level 6.
+        level: paddles of a long snake, 3 to 14 (hard, what the Long Range Arena uses).
+        balanced: thin the scenes so that the discs' positions do not tell the label.
         num_distractors: how many to try for; None is the reference's number for the size and level.
         seed: of everything.
     Raises:
@@ -62,8 +63,10 @@ class PathfinderSpec:
             raise ValueError(f"size must be one of {[*GEOMETRIES]}, got {self.size}")
         if self.level not in LEVELS:
             raise ValueError(f"level must be one of {[*LEVELS]}, got {self.level}")
-        if self.balanced and self.level < 6:
-            raise ValueError(f"a balanced set needs level 6, 9 or 14, got {self.level}")
+        if self.balanced and self.level not in _BALANCED_LEVELS:
+            raise ValueError(
+                f"a balanced set must have a level of {_BALANCED_LEVELS}, got {self.level}"
+            )
         if self.num_distractors is not None and self.num_distractors < 0:
             raise ValueError(f"num_distractors must not be negative, got {self.num_distractors}")
 

@@ -1,5 +1,6 @@
 """Accuracies of classifiers, each beside its supervision, its data and its floor."""
 
+from itertools import groupby
 from typing import Any
 
 from scripts.paper_numbers import TRAINING
@@ -82,20 +83,20 @@ def _weights(row: dict[str, Any]) -> str:
 
 
 def _data(row: dict[str, Any]) -> str:
-    """The images that the stages of a run saw: "128 px, level 6, then level 14"."""
-    if not row.get("trained"):
+    """The images that the stages of a run saw: "128 px, levels 6, 14"."""
+    stages = row.get("trained", [])
+    if not stages or not all(stage.get("size") for stage in stages):
         return "-"
-    parts: list[str] = []
-    for before, stage in zip([{}, *row["trained"]], row["trained"], strict=False):
-        if not stage.get("size"):
-            return "-"
-        part = f"{stage['size']} px, " * (stage["size"] != before.get("size"))
-        part += f"level {stage['level']}"
-        if stage.get("num_distractors") is not None:
-            part += f" with {stage['num_distractors'] or 'no'} distractors"
-        if part != (parts or [""])[-1]:
-            parts.append(part)
-    return ", then ".join(parts)
+    parts = []
+    for (size, distractors), group in groupby(
+        stages, lambda stage: (stage["size"], stage.get("num_distractors"))
+    ):
+        levels = [str(level) for level in dict.fromkeys(stage["level"] for stage in group)]
+        text = f"{size} px, level{'s' * (len(levels) > 1)} {', '.join(levels)}"
+        if distractors is not None:
+            text += f" with {distractors or 'no'} distractors"
+        parts.append(text)
+    return "; then ".join(parts)
 
 
 def _accuracy(row: dict[str, Any]) -> str:

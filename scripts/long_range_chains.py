@@ -52,7 +52,7 @@ _EASY = (  # until most is right, or the minutes are over
     *("callbacks=target", "callbacks.target.at_least=0.93", "trainer.val_check_interval=200"),
 )
 _BY_VALUE = ("model.embedding=token", "model.rotary_wavelengths=[4.0,512.0]")
-_PADDLES = (3, 4, 5, 6, 9, 14)
+_PADDLES = (3, 4, 5, 6, 8, 11, 14)
 _COMPILED = "task.compile=true"  # takes half a minute: for the long stages
 _BRIGHT = "data.background_up_to=96"
 _PATH32 = (
@@ -91,7 +91,7 @@ def _easy(name: str, base: tuple[str, ...], paddles: tuple[int, ...]) -> tuple[S
         Stage(
             f"{name}_{n}",
             (*base, *_EASY, f"data.level={n}", *_steps(2500)),
-            1.2 if n == paddles[0] else 0.9,
+            1.2 if n == paddles[0] else 0.8,
         )
         for n in paddles
     )
@@ -124,7 +124,7 @@ CHAINS = {
         prepare=("--size 128",),
     ),
     "pathx_labels": Chain(
-        "Path-X, labels alone, bright pixels: 3, 4, 5, 6, 9, 14 paddles, then distractors",
+        "Path-X, labels alone, bright pixels: 3 to 14 paddles, then distractors",
         _grown_128(),
         prepare=_grown_images(128),
     ),
@@ -146,7 +146,7 @@ CHAINS = {
         ),
     ),
     "labels": Chain(
-        "32 pixels, labels alone: 3, 4, 5, 6, 9, 14 paddles, then distractors",
+        "32 pixels, labels alone: 3 to 14 paddles, then distractors",
         _grown("labels"),
         prepare=_grown_images(32),
     ),

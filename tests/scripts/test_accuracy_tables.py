@@ -28,8 +28,14 @@ def test_the_balanced_set_stands_beside_the_test_of_the_same_weights():
         row("b", 0.8, weights="a", balanced=True),
         row("c", 0.7, balanced=True),
     ]
+    easy = row("d", 0.7)
+    easy["trained"] = [
+        {**s, "num_distractors": 0} for s in row("d", 0.7, stages=stages[:2])["trained"]
+    ]
+    easy["trained"].append({"run": "d", "size": 128, "level": 14})
+    assert cells(easy)[0][2] == "128 px, levels 6, 14 with no distractors; then 128 px, level 14"
     assert cells(*rows) == [
-        ["pathx", "label and dense target", "128 px, level 6, then level 14, then 256 px, level 14",
+        ["pathx", "label and dense target", "128 px, levels 6, 14; then 256 px, level 14",
          "non-zero pixels", "90.00 +- 1.00 %", "80.00 +- 1.00 %", "55.00 +- 0.70 %", "4.2"],
         ["pathx", "label", "128 px, level 14", "non-zero pixels", "-", "70.00 +- 1.00 %", "-",
          "4.2"],
