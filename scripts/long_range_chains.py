@@ -48,7 +48,7 @@ _NO_TEST = ("data.num_train=160000", "data.num_val=2000", "data.num_test=0")  # 
 _BALANCED = ("data.balanced=true", "data.num_train=64", "data.num_val=64", "data.num_test=10000")
 _LABELS = ("data.dense_target=false", "task.dense_weight=0", "model.num_dense_classes=0")
 _EASY = (  # until most is right, or the minutes are over
-    *("data.num_train=80000", *_NO_TEST[1:], "data.num_distractors=0"),
+    *("data.num_train=80000", *_NO_TEST[1:]),
     *("callbacks=target", "callbacks.target.at_least=0.93", "trainer.val_check_interval=200"),
 )
 _BY_VALUE = ("model.embedding=token", "model.rotary_wavelengths=[4.0,512.0]")
@@ -87,21 +87,31 @@ def _grown_128() -> tuple[Stage, ...]:
 
 
 def _easy(name: str, base: tuple[str, ...], paddles: tuple[int, ...]) -> tuple[Stage, ...]:
+    size = 128 if "experiment=pathx" in base else 32
     return tuple(
         Stage(
-            f"{name}_{n}",
-            (*base, *_EASY, f"data.level={n}", *_steps(2500)),
-            1.2 if n == paddles[0] else 0.8,
+            f"{name}_{n}" + f"_with_{distractors}" * (distractors > 0),
+            (*base, *_EASY, f"data.level={n}", f"data.num_distractors={distractors}",
+             *_steps(2500)),
+            1.2 if n == 3 else 0.8,
         )
-        for n in paddles
-    )
+        for n, distractors in _rungs(size)
+        if n in paddles
+    )  # fmt: skip
+
+
+def _rungs(size: int) -> list[tuple[int, int]]:
+    """(paddles, distractors) from easy to hard; a hard image has 1.2 of them at 32 pixels, 7.7 at
+    128."""
+    crowds = (1,) if size == 32 else (2, 4)
+    return [(n, 0) for n in _PADDLES] + [(14, number) for number in crowds]
 
 
 def _grown_images(size: int) -> tuple[str, ...]:
     """What `_easy` and the hard level after it read; the latter takes the longest."""
     easy = [
-        f"--size {size} --level {n} --distractors 0 --train 80000 --val 2000 --test 0"
-        for n in _PADDLES
+        f"--size {size} --level {n} --distractors {distractors} --train 80000 --val 2000 --test 0"
+        for n, distractors in _rungs(size)
     ]
     return (*easy, f"--size {size}")
 
