@@ -3,7 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
-from scripts import benchmark_generation
+from scripts import benchmark_fused, benchmark_generation
 from scripts.accuracy_tables import accuracy_blocks
 from scripts.attention_tables import IMPLEMENTATION_NAMES, speed_table
 from scripts.benchmark_training import report_blocks
@@ -345,6 +345,8 @@ _KINDS = [
     (lambda record, row: record["name"] == "benchmark_training", report_blocks),
     (lambda record, row: record["name"] == "benchmark_generation",
      benchmark_generation.report_blocks),
+    (lambda record, row: record["name"] == "benchmark_fused",
+     benchmark_fused.report_blocks),
     (lambda record, row: "accuracy" in row and "task" in row, accuracy_blocks),
     (lambda record, row: "tokens_per_s" in row, training_blocks),
 ]  # fmt: skip

@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
@@ -24,8 +24,8 @@ _LONG_MS = 100.0  # calls above this vary little: few repeats
 _MOST_PROCESSES = 14
 _HOLD_CYCLES = 6_000_000  # about 3 ms on an H200: longer than the host needs to queue a turn
 
-# Function that computes the output, its inputs that need gradients.
-Made = tuple[Callable[[], Tensor], list[Tensor]]
+# Function that computes the output, or several; its inputs that need gradients.
+Made = tuple[Callable[[], Any], list[Tensor]]
 Maker = Callable[[int], Made]  # of a seed
 K = TypeVar("K", bound=Hashable)  # what an implementation is called by
 
@@ -37,15 +37,20 @@ class Contender:
         self.sets = []
         for seed in range(2):
             function, leaves = make(seed)
-            out = function()
-            self.sets.append((function, leaves, out, torch.randn_like(out)))
+            outs = _outputs(function)
+            self.sets.append((function, leaves, outs, [torch.randn_like(out) for out in outs]))
 
     def run(self, direction: str, turn: int) -> None:
-        function, leaves, out, dout = self.sets[turn % 2]
+        function, leaves, outs, douts = self.sets[turn % 2]
         if direction == "forward":
             function()
         else:
-            torch.autograd.grad(out, leaves, dout, retain_graph=True)
+            torch.autograd.grad(outs, leaves, douts, retain_graph=True)
+
+
+def _outputs(function: Callable[[], Any]) -> tuple[Tensor, ...]:
+    out = function()
+    return out if isinstance(out, tuple) else (out,)
 
 
 @functools.cache
@@ -76,8 +81,8 @@ def compile_ahead(makers: Sequence[Maker]) -> None:
 def _run_once(make: Maker) -> None:
     with contextlib.suppress(Exception):
         function, leaves = make(0)
-        out = function()
-        torch.autograd.grad(out, leaves, torch.randn_like(out))
+        outs = _outputs(function)
+        torch.autograd.grad(outs, leaves, [torch.randn_like(out) for out in outs])
         torch.cuda.synchronize()
 
 
