@@ -303,9 +303,16 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_FOLDER")
     parser.add_argument("--output", type=Path, required=True, help="the record, X.json")
     parser.add_argument("--note", help="what is true of all runs, for instance: four at once")
+    parser.add_argument(
+        "--append", action="store_true", help="keep the rows of other runs that the record has"
+    )
     args = parser.parse_args()
     try:
         record = record_of(args.runs, args.output.stem, args.note)
+        if args.append and args.output.exists():
+            new = {row["run"] for row in record["rows"]}
+            before = json.loads(args.output.read_text())["rows"]
+            record["rows"] = [row for row in before if row["run"] not in new] + record["rows"]
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     write_record(args.output, record)

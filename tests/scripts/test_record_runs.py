@@ -146,6 +146,21 @@ def test_what_a_folder_lacks_is_one_line(tmp_path, monkeypatch, damage, words):
     assert not (tmp_path / "x.json").exists()
 
 
+def test_append_keeps_the_rows_of_other_runs(tmp_path, monkeypatch):
+    record = tmp_path / "x.json"
+    first, second = make_run(tmp_path, "a"), make_run(tmp_path, "bb")
+
+    def record_again(*arguments):
+        monkeypatch.setattr(sys, "argv", ["x", *map(str, arguments), "--output", str(record)])
+        record_runs.main()
+        return [row["run"] for row in json.loads(record.read_text())["rows"]]
+
+    assert record_again(first, "--append") == ["a"]
+    assert record_again(second, "--append") == ["a", "bb"]
+    assert record_again(first, "--append") == ["bb", "a"]
+    assert record_again(second) == ["bb"]
+
+
 @pytest.mark.slow
 def test_runs_of_train_become_records(workplace, monkeypatch):
     """Their rows are those that reports know; one record has one kind."""
