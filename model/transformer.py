@@ -22,8 +22,9 @@ def check_sizes(sizes: dict[str, Any], dropouts: dict[str, Any]) -> None:
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether flash_kernels.fused serves a tensor."""
-    return x.is_cuda
+    """Whether flash_kernels.fused serves a tensor and pays: eager code without gradients, such as
+    decoding a token, waits for the host, whom torch's own operators cost less."""
+    return x.is_cuda and (torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
 class Embeddings(nn.Module):
@@ -110,8 +111,8 @@ def add_and_norm(
     Args:
         x: (..., dim), the residual stream.
         branch: the same shape, what a sublayer adds to it; None adds nothing.
-        fused: CUDA tensors take the kernels of flash_kernels.fused, whose dropout draws other masks
-            than torch's.
+        fused: take the kernels of flash_kernels.fused where they pay (has_kernels); their dropout
+            draws other masks than torch's.
     """
     if branch is None:
         return x, norm(x)
