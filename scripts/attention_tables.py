@@ -14,6 +14,17 @@ IMPLEMENTATION_NAMES = {
     "flex": "FlexAttention, compiled",
     "fa4": "FlashAttention-4",
 }
+# What scripts.reproduce measures for the paper's tables, in the order in which it shows them.
+RIVAL_NAMES = {
+    "pytorch": "PyTorch",
+    "flash": "flash",
+    "block_sparse": "block-sparse",
+    "sdpa_math": "SDPA math",
+    **{name: IMPLEMENTATION_NAMES[name] for name in ("sdpa_flash2", "sdpa_cudnn", "flex", "fa4")},
+    "local": "local, fp32",
+    "linformer": "Linformer",
+    "performer": "Performer, fp32",
+}
 
 
 def speed_table(record: dict) -> tuple[list[str], list[list[str]]]:

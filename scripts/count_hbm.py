@@ -32,7 +32,7 @@ from scripts.arguments import fail, option, parse_arguments
 from scripts.hbm_counts import Traffic
 from scripts.paper_numbers import HBM_GB, verdict
 from scripts.records import make_record, write_record
-from scripts.reproduce import DROPOUT, HEADDIM, make
+from scripts.rivals import DROPOUT, HEADDIM, make
 
 SIZE = 2  # bytes of an fp16 element
 KERNELS = ("forward", "dk_dv", "dq")

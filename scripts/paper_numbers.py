@@ -8,7 +8,8 @@ _WITHIN = 0.1  # a ratio this close to the paper's counts as reproduced
 _: Any = None  # out of memory, or not printed
 
 # Tables 9 to 20: milliseconds on an A100 40 GB, batch 16, 8 heads of 64, fp16.
-# (dropout, key padding) -> direction -> implementation -> one number a length.
+# (dropout, key padding) -> direction -> implementation -> one number a length. Of Linformer and of
+# local attention, which ran in fp32, the times of both directions together.
 RUNTIME_MS = {
     (True, True): {
         "forward": {
@@ -25,6 +26,8 @@ RUNTIME_MS = {
             "pytorch": (0.84, 0.86, 2.35, 8.29, 31.75, 124.19, _, _, _, _),
             "flash": (0.43, 0.41, 0.95, 2.55, 9.56, 37.49, 147.75, 586.61, 2339.11, 9341.30),
             "block_sparse": (0.44, 0.44, 0.45, 0.89, 1.95, 4.12, 7.64, 16.60, 32.73, 64.11),
+            "linformer": (1.57, 1.49, 1.55, 1.60, 4.19, 8.04, 15.71, 30.92, 61.47, _),
+            "local": (1.40, 1.60, 2.06, 6.06, 20.94, 42.01, 84.08, 168.48, 339.45, _),
         },
     },
     (False, True): {
@@ -42,6 +45,7 @@ RUNTIME_MS = {
             "pytorch": (0.80, 0.81, 2.08, 7.23, 27.51, 107.58, _, _, _, _),
             "flash": (0.32, 0.30, 0.83, 2.37, 7.95, 30.77, 119.98, 473.65, 1883.43, 7513.01),
             "block_sparse": (0.34, 0.34, 0.36, 0.69, 1.85, 3.89, 7.16, 14.85, 30.46, 60.03),
+            "linformer": (1.51, 1.42, 1.56, 1.67, 3.67, 6.99, 13.63, 26.77, 53.36, 117.56),
         },
     },
     (True, False): {
@@ -59,6 +63,7 @@ RUNTIME_MS = {
             "pytorch": (0.66, 0.67, 1.43, 4.82, 17.47, 67.29, _, _, _, _),
             "flash": (0.35, 0.36, 0.80, 2.52, 9.16, 36.70, 146.13, 583.45, 2332.01, 9323.63),
             "block_sparse": (0.91, 0.83, 0.94, 0.92, 1.83, 3.50, 7.02, 13.56, 26.71, 53.92),
+            "linformer": (1.31, 1.21, 1.30, 1.39, 3.73, 7.15, 14.05, 27.69, 55.00, _),
         },
     },
     (False, False): {
@@ -76,6 +81,7 @@ RUNTIME_MS = {
             "pytorch": (0.67, 0.70, 1.18, 3.67, 13.22, 50.44, _, _, _, _),
             "flash": (0.31, 0.31, 0.73, 2.29, 7.64, 30.09, 118.50, 470.51, 1876.08, 7492.85),
             "block_sparse": (0.74, 0.77, 0.82, 0.88, 1.71, 3.21, 6.56, 12.60, 24.93, 50.39),
+            "linformer": (1.31, 1.25, 1.30, 1.29, 3.20, 6.10, 11.93, 23.39, 46.72, 100.52),
         },
     },
 }
@@ -84,6 +90,7 @@ MEMORY_MB = {
     "pytorch": (36, 104, 336, 1184, 4416, 17024, _, _, _, _),
     "flash": (22, 44, 104, 209, 418, 836, 1672, 3344, 6688, 13376),
     "block_sparse": (22, 44, 104, 209, 418, 836, 1672, 3344, 6690, 13384),
+    "linformer": (25, 52, 114, 287, 832, 1652, 3292, 6572, 13132, 26252),
 }
 # Figures 1 (right) and 2 (left), the attention of GPT-2 medium with dropout: direction,
 # milliseconds on an A100, times faster than PyTorch. Of figure 1 only the factor is printed.

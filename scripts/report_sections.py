@@ -5,7 +5,7 @@ from typing import Any
 
 from scripts import benchmark_fused, benchmark_generation
 from scripts.accuracy_tables import accuracy_blocks
-from scripts.attention_tables import IMPLEMENTATION_NAMES, speed_table
+from scripts.attention_tables import IMPLEMENTATION_NAMES, RIVAL_NAMES, speed_table
 from scripts.benchmark_training import report_blocks
 from scripts.paper_numbers import (
     MEMORY_MB,
@@ -21,12 +21,7 @@ from scripts.svg_plot import Plot
 from scripts.trained_tables import PAPER_TOKENS, loss_verdict, results
 
 _COLOURS = {name: i for i, name in enumerate(IMPLEMENTATION_NAMES.values())}
-_TITLES = {
-    "pytorch": "PyTorch",
-    "flash": "flash",
-    "block_sparse": "block-sparse",
-    "fmha": "FMHA of Apex",
-}
+_TITLES = {**RIVAL_NAMES, "fmha": "FMHA of Apex"}
 _PAPER_NAMES = {"sdpa_math": "pytorch", "flash_portable": "flash", "flash_hopper": "flash"}
 
 

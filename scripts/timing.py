@@ -22,7 +22,8 @@ _MEASURED_MS = 150.0  # time spent on one implementation and direction, about
 _SHORT_MS = 2.0  # calls below this could wait for the host
 _LONG_MS = 100.0  # calls above this vary little: few repeats
 _MOST_PROCESSES = 14
-_HOLD_CYCLES = 6_000_000  # about 3 ms on an H200: longer than the host needs to queue a turn
+_HOLD_CYCLES = 6_000_000  # about 3 ms on an H200: longer than the host needs to queue these:
+_HELD_AT_ONCE = 4
 
 # Function that computes the output, or several; its inputs that need gradients.
 Made = tuple[Callable[[], Any], list[Tensor]]
@@ -31,17 +32,17 @@ K = TypeVar("K", bound=Hashable)  # what an implementation is called by
 
 
 class Contender:
-    """One implementation: two sets of inputs, and what to run in each direction."""
+    """One implementation: sets of inputs that take turns, and what to run in each direction."""
 
-    def __init__(self, make: Maker) -> None:
+    def __init__(self, make: Maker, num_sets: int = 2) -> None:
         self.sets = []
-        for seed in range(2):
+        for seed in range(num_sets):
             function, leaves = make(seed)
             outs = _outputs(function)
             self.sets.append((function, leaves, outs, [torch.randn_like(out) for out in outs]))
 
     def run(self, direction: str, turn: int) -> None:
-        function, leaves, outs, douts = self.sets[turn % 2]
+        function, leaves, outs, douts = self.sets[turn % len(self.sets)]
         if direction == "forward":
             function()
         else:
@@ -87,16 +88,17 @@ def _run_once(make: Maker) -> None:
 
 
 def time_in_turns(
-    makers: Mapping[K, Maker],
+    makers: Mapping[K, Maker], num_sets: int = 2
 ) -> tuple[dict[tuple[K, str], float], dict[K, str]]:
     """({(name, direction): median milliseconds}, {name: why it cannot run}).
 
-    The GPU is kept busy until a turn is queued, so that what is timed is kernels, not the host.
+    The GPU is kept busy until a turn is queued, so that what is timed is kernels, not the host. One
+    set of inputs is enough where it does not fit the GPU's L2 cache.
     """
     contenders, failures = {}, {}
     for name, make in makers.items():
         try:
-            contender = Contender(make)
+            contender = Contender(make, num_sets)
             for direction in DIRECTIONS:
                 contender.run(direction, 0)
             contenders[name] = contender
@@ -107,9 +109,9 @@ def time_in_turns(
         events: dict[K, list[tuple]] = {name: [] for name in contenders}
         repeats, is_short, turn = 8, True, 0
         while turn < repeats:
-            if is_short:
-                torch.cuda._sleep(_HOLD_CYCLES)
-            for name, contender in contenders.items():
+            for at, (name, contender) in enumerate(contenders.items()):
+                if is_short and at % _HELD_AT_ONCE == 0:
+                    torch.cuda._sleep(_HOLD_CYCLES)
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
                 contender.run(direction, turn)
