@@ -1,6 +1,7 @@
 """What a report says of each kind of record under scripts/results/: text, tables, plots."""
 
 from collections import defaultdict
+from itertools import product
 from typing import Any
 
 from scripts import benchmark_fused, benchmark_generation
@@ -22,6 +23,12 @@ from scripts.trained_tables import PAPER_TOKENS, loss_verdict, results
 
 _COLOURS = {name: i for i, name in enumerate(IMPLEMENTATION_NAMES.values())}
 _TITLES = {**RIVAL_NAMES, "fmha": "FMHA of Apex"}
+# The plots of a table that scripts.reproduce measured: no more lines than there are colours.
+_PANELS = {
+    "": ("pytorch", "flash", "block_sparse", "fmha"),
+    ": other exact attentions": ("flash", "sdpa_math", "sdpa_flash2", "sdpa_cudnn", "flex", "fa4"),
+    ": approximate attentions": ("flash", "local", "linformer", "performer"),
+}
 _PAPER_NAMES = {"sdpa_math": "pytorch", "flash_portable": "flash", "flash_hopper": "flash"}
 
 
@@ -197,13 +204,17 @@ def reproduced_blocks(record: dict) -> list[Block]:
     against = rows[0].get("against", "PyTorch")
     scaled = ", scaled to this GPU" * (against != "PyTorch")
     header += [f"{against} / it, paper", f"{against} / it, here{scaled}", ""]
-    lines = defaultdict(list)
-    for r in rows:
-        for where in ("here", "paper"):
-            if r[where]:
-                lines[f"{_title(r)}, {where}"].append((r["seqlen"], r[where]))
     title = _table_name(name)
-    return [Table(header, cells, title), Plot(title, "tokens", unit, dict(lines), log_y=True)]
+    blocks: list[Block] = [Table(header, cells, title)]
+    for panel, implementations in _PANELS.items():
+        lines = defaultdict(list)
+        for r, where in product(rows, ("here", "paper")):
+            if r[where] and r["impl"] in implementations:
+                lines[f"{_title(r)}, {where}"].append((r["seqlen"], r[where]))
+        shown = set(implementations) - ({"flash"} if panel else set())
+        if any(r["here"] and r["impl"] in shown for r in rows):
+            blocks.append(Plot(title + panel, "tokens", unit, dict(lines), log_y=True))
+    return blocks
 
 
 def _title(row: dict) -> str:

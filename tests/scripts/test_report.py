@@ -10,9 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from scripts import paper_numbers, report
+from scripts.attention_tables import RIVAL_NAMES
+from scripts.paper_numbers import RUNTIME_MS
 from scripts.report_page import Section, Table, html_page
 from scripts.report_sections import section_of
-from scripts.svg_plot import Plot, _linear_ticks, short
+from scripts.svg_plot import COLOURS, Plot, _linear_ticks, short
 
 ROOT = Path(__file__).parents[2]
 VOID = {"meta", "br", "img", "link", "hr", "input"}
@@ -155,6 +157,25 @@ def test_numbers_stand_beside_those_of_the_paper():
                                                    ["90.00 +- 1.00 %", "61.4 %"]]  # fmt: skip
     assert [row[-2] for row in cells("compare_contexts")] == ["18.2", "17.5"]
     assert cells("something_new") == [["whale", "1.25", "1 2", "yes"]]
+
+
+def test_a_table_of_many_rivals_has_plots_of_no_more_lines_than_colours():
+    rows = [
+        dict(seqlen=seqlen, impl=impl, unit="ms", paper=paper, here=1.0, paper_ratio=None,
+             here_ratio=1.0, verdict="")
+        for seqlen in (128, 256) for impl in RIVAL_NAMES
+        for paper in (2.0 if impl in RUNTIME_MS[True, True]["both"] else None,)
+    ]  # fmt: skip
+    plots = [b for b in section_of(record("reproduce_table11", rows)).blocks if isinstance(b, Plot)]
+    assert [plot.title for plot in plots] == [
+        "Table 11", "Table 11: other exact attentions", "Table 11: approximate attentions",
+    ]  # fmt: skip
+    assert all(len(plot.series) <= len(COLOURS) for plot in plots)
+    named = {name.removesuffix(", here") for plot in plots for name in plot.series}
+    assert set(RIVAL_NAMES.values()) <= named
+    assert "Linformer, paper" in plots[2].series and "cuDNN (SDPA), paper" not in plots[1].series
+    few = section_of(record("reproduce_table11", RECORDS["reproduce_table11"])).blocks
+    assert [b.title for b in few if isinstance(b, Plot)] == ["Table 11"]
 
 
 def test_the_records_of_the_repository_make_a_page_that_shows_each(tmp_path, monkeypatch):

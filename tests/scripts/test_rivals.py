@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -145,6 +147,38 @@ def test_failures_are_told_in_a_few_words():
     assert reason_of("sdpa_cudnn", error, warned) == "No cuDNN for this"
     assert reason_of("sdpa_cudnn", error, []) == error
     assert reason_of("fa4", "") == "no reason given"
+
+
+def test_memory_is_what_is_held_between_the_directions_and_the_peak(monkeypatch):
+    allocated = iter([100, 130])
+    for name, fake in (
+        ("empty_cache", lambda: None), ("reset_peak_memory_stats", lambda: None),
+        ("synchronize", lambda: None), ("memory_allocated", lambda: next(allocated)),
+        ("max_memory_allocated", lambda: 170),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    x = torch.ones(3, requires_grad=True)
+    assert rivals.memory_of("flash", lambda seed: (lambda: 2 * x, [x])) == Memory(30, 70)
+
+
+@pytest.mark.parametrize(
+    "error,words",
+    [(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"),
+      "out of memory for another 2.00 GiB"),
+     (RuntimeError("No available kernel."), "no such shape"),
+     (AssertionError("headdim must be 128"), "no such shape")],
+)  # fmt: skip
+def test_a_rival_that_cannot_run_costs_no_other_row(error, words, monkeypatch):
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+
+    def function():
+        warnings.warn("cuDNN attention kernel not used because: (Triggered at x)", stacklevel=1)
+        warnings.warn("no such shape (Triggered at x)", stacklevel=1)
+        raise error
+
+    assert rivals.memory_of("sdpa_cudnn", lambda seed: (function, [])) == words
 
 
 def test_runtime_row_has_times_and_reasons(monkeypatch):
