@@ -60,7 +60,7 @@ def local_attention(
     if lengths_k is not None:
         keep = keep & (cols < lengths_k[:, None, None, None, None])
     # Rows without a key are kept finite, for a NaN would reach the gradients of their chunk.
-    probs = scores.masked_fill(~keep, torch.finfo(scores.dtype).min).softmax(-1)
+    probs = scores.masked_fill_(~keep, torch.finfo(scores.dtype).min).softmax(-1)
     if lengths_k is not None:
         probs = probs.masked_fill(~keep, 0.0)
     out = dropout(probs, dropout_p) @ values.transpose(-2, -1)

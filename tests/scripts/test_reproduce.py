@@ -148,6 +148,16 @@ def test_a_rival_that_is_added_is_measured_beside_those_before(measured, tmp_pat
     assert len(measured.asked) == 10
 
 
+def test_the_row_with_most_rivals_is_the_one_that_is_shared(measured, tmp_path):
+    names = ("pytorch", "flash", "sdpa_cudnn")
+    run("table9", tmp_path)
+    run("table10", tmp_path, names)
+    assert len(measured.asked) == 10
+    record = run("table9", tmp_path, names)
+    assert len(measured.asked) == 10
+    assert [row["impl"] for row in record["rows"][:3]] == list(names)
+
+
 def test_another_revision_measures_anew(measured, tmp_path, monkeypatch):
     run("table9", tmp_path)
     monkeypatch.setattr(reproduce, "environment", lambda: {**WHERE, "git_revision": "def"})
