@@ -105,7 +105,6 @@ def test_four_processes_train_like_one(workplace, one_process):
     )  # fmt: skip
 
 
-@pytest.mark.long
 def test_four_processes_of_each_strategy_are_one(workplace, one_process):
     cases = ["ddp heads 1", "fsdp heads 1", "ddp heads 2", "fsdp heads 2"]
     check(workplace, one_process, 4, *((f"wide sdpa {case}", STEPS) for case in cases))
