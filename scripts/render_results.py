@@ -37,9 +37,11 @@ def origin(record: dict) -> str:
 
 def compare_attention(record: dict) -> str:
     steps, batch = record["settings"]["steps"], record["settings"]["batch_tokens"]
+    rates = [p for p in record["settings"].get("dropout", []) if p]
+    dropout = f"and with dropout {' and '.join(f'{p:g}' for p in rates)}" if rates else "dropout"
     title = (
         f"**The same training run with our attention and with torch's SDPA**, {steps} steps of "
-        f"{batch:,} tokens without dropout."
+        f"{batch:,} tokens without {dropout}."
     )
     verdicts = [loss_verdict(curve) for curve in record["loss_curves"]]
     return " ".join([title, *verdicts, origin(record)])
@@ -114,6 +116,7 @@ SECTIONS = {
     "benchmark_block_sparse": benchmark_block_sparse,
     "benchmark_training": benchmark_training,
     "compare_attention": compare_attention,
+    "compare_attention_dropout": compare_attention,
     "long_range_accuracy": long_range_accuracy,
 }
 

@@ -272,8 +272,22 @@ def training_blocks(record: dict) -> list[Block]:
     header += ["GPU-days of the paper's run, at this rate", "A100-days, paper"]
     caption = "Training; the paper's run is 400,000 steps of 524,288 tokens (tables 2 and 4)"
     blocks: list[Block] = [Table(header, cells, caption)]
-    blocks += [loss_verdict(curve) for curve in record.get("loss_curves", [])]
-    return blocks
+    curves = record.get("loss_curves", [])
+    blocks += [loss_verdict(curve) for curve in curves]
+    return blocks + [_loss_plot(curve) for curve in curves if curve.get("curves")]
+
+
+def _loss_plot(curve: dict) -> Plot:
+    """The loss curves of several attentions, one on the other."""
+    dropout = f", dropout {curve['dropout_p']:g}" if curve["dropout_p"] else ""
+    return Plot(
+        f"{curve['model']}{dropout}: training loss",
+        "steps",
+        "nats",
+        {name: [tuple(point) for point in points] for name, points in curve["curves"].items()},
+        from_zero=False,
+        overlaid=True,
+    )
 
 
 def perplexity_blocks(record: dict) -> list[Block]:

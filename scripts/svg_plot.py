@@ -22,6 +22,8 @@ class Plot:
         log_y: powers of ten.
         from_zero: else the axis begins below the lowest point.
         colours: name -> index into COLOURS, where one name keeps its colour over several plots.
+        overlaid: long curves that may be equal: x is linear, points have no marks, and each line is
+            narrower than the one under it.
     """
 
     title: str
@@ -31,9 +33,10 @@ class Plot:
     log_y: bool = False
     from_zero: bool = True
     colours: dict[str, int] | None = None
+    overlaid: bool = False
 
     def svg(self, *, is_file: bool = False) -> str:
-        """The picture; x is on a scale of powers of two.
+        """The picture; x is on a scale of powers of two, unless the curves are overlaid.
 
         Args:
             is_file: it stands alone, and knows no page's colour of text.
@@ -41,14 +44,19 @@ class Plot:
         points = [point for line in self.series.values() for point in line]
         if not points:
             raise ValueError(f"a plot must have a point, {self.title!r} has none")
-        if min(x for x, _ in points) <= 0 or (self.log_y and min(y for _, y in points) <= 0):
+        is_positive = self.overlaid or min(x for x, _ in points) > 0
+        if not is_positive or (self.log_y and min(y for _, y in points) <= 0):
             raise ValueError(f"logarithmic axes need positive numbers: {self.title!r}")
         legend, legend_height = self._legend()
         top = _TOP + legend_height
+        scale = float if self.overlaid else math.log2
         x_values = sorted({x for x, _ in points})
-        low, high = math.log2(x_values[0]), math.log2(x_values[-1])
+        low, high = scale(x_values[0]), scale(x_values[-1])
         if low == high:
             low, high = low - 1, high + 1
+        x_ticks = _thinned(x_values)
+        if self.overlaid:
+            x_ticks = [tick for tick in _linear_ticks(low, high) if low <= tick <= high]
         heights = [y for _, y in points]
         y_ticks = (
             _log_ticks(heights)
@@ -58,7 +66,7 @@ class Plot:
         bottom, ceiling = (math.log10(y) if self.log_y else y for y in (y_ticks[0], y_ticks[-1]))
 
         def place(x: float, y: float) -> tuple[float, float]:
-            across = (math.log2(x) - low) / (high - low)
+            across = (scale(x) - low) / (high - low)
             up = ((math.log10(y) if self.log_y else y) - bottom) / (ceiling - bottom)
             return (
                 _LEFT + across * (WIDTH - _LEFT - _RIGHT),
@@ -78,7 +86,7 @@ class Plot:
                 f'stroke-opacity="0.18"/><text x="{_LEFT - 6}" y="{y + 4:.1f}" '
                 f'text-anchor="end">{short(tick)}</text>'
             )
-        for tick in _thinned(x_values):
+        for tick in x_ticks:
             x, _ = place(tick, y_ticks[-1])
             parts.append(
                 f'<text x="{x:.1f}" y="{HEIGHT - _BOTTOM + 16}" text-anchor="middle">'
@@ -90,11 +98,16 @@ class Plot:
             f'{escape(self.x_label)}</text><text x="12" y="{middle:.0f}" text-anchor="middle" '
             f'transform="rotate(-90 12 {middle:.0f})">{escape(self.y_label)}</text>'
         )
-        for name, line in self.series.items():
+        for depth, (name, line) in enumerate(self.series.items()):
             places = [place(x, y) for x, y in line]
             colour = self._colour(name)
             path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-            parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+            width = 2 + 2.5 * (len(self.series) - 1 - depth) if self.overlaid else 2
+            parts.append(
+                f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="{width:g}"/>'
+            )
+            if self.overlaid:
+                continue
             for (x, y), (at, value) in zip(places, line, strict=True):
                 hint = escape(f"{name}, {short(at)}: {value:.4g}")
                 parts.append(

@@ -102,18 +102,53 @@ def _word(excess: float, spread: float) -> str:
 
 
 def loss_verdict(curve: dict) -> str:
-    """What compare_attention found for one experiment, in a sentence."""
+    """What compare_attention found for one experiment at one dropout, in a few sentences."""
+    if curve.get("dropout_p"):
+        return _dropout_verdict(curve)
     ours, noise = (curve[k]["mean_abs"] for k in ("flash_to_sdpa", "sdpa_to_sdpa"))
     bias, own = curve.get("flash_minus_sdpa"), curve.get("flash_to_flash", {}).get("mean_abs")
-    return (
+    text = (
         f"{curve['model']}: over the steps, the loss of flash is {statistics.fmean(ours):.4f} nats "
         f"from that of SDPA (mean of pairs: {len(ours)}), and SDPA is {_range(noise)} from itself "
         f"where its sums have another order (pairs: {len(noise)})"
         + (f", flash {_range(own)}" if own else "")
-        + ": "
-        + ("within rounding." if curve["flash_within_noise"] else "not within rounding.")
+        + f": {_within(curve['flash_within_noise'], 'rounding')}."
         + (f" The mean of flash - SDPA is {bias:+.4f}." if bias is not None else "")
     )
+    if "flash_to_reference" in curve:
+        flash, sdpa = (_mean(curve, f"{name}_to_reference") for name in ("flash", "sdpa"))
+        text += (
+            f" The reference, which stores the score matrix, is {flash:.4f} from flash and "
+            f"{sdpa:.4f} from SDPA: {_within(curve['reference_within_rounding'], 'rounding')}."
+        )
+    return text
+
+
+def _dropout_verdict(curve: dict) -> str:
+    text = f"{curve['model']}, dropout {curve['dropout_p']:g}: "
+    if "flash_to_reference" in curve:
+        text += (
+            "flash and the reference, which drop the same probabilities, are "
+            f"{_mean(curve, 'flash_to_reference'):.4f} nats apart, where rounding alone makes up "
+            f"to {curve['rounding']:.4f}: {_within(curve['reference_within_rounding'], 'rounding')}"
+            f". SDPA, with masks of its own, is {_mean(curve, 'sdpa_to_reference'):.4f} from the "
+            "reference. "
+        )
+    return text + (
+        f"The loss of flash is {_mean(curve, 'flash_to_sdpa'):.4f} nats from that of SDPA, and "
+        f"SDPA with other masks {_range(curve['sdpa_to_sdpa']['mean_abs'])} from itself, flash "
+        f"{_range(curve['flash_to_flash']['mean_abs'])}: "
+        f"{_within(curve['flash_within_noise'], 'the noise of the masks')}. "
+        f"The mean of flash - SDPA is {curve['flash_minus_sdpa']:+.4f}."
+    )
+
+
+def _mean(curve: dict, pair: str) -> float:
+    return statistics.fmean(curve[pair]["mean_abs"])
+
+
+def _within(is_within: bool, noise: str) -> str:
+    return f"within {noise}" if is_within else f"not within {noise}"
 
 
 def _range(values: list[float]) -> str:
