@@ -47,7 +47,8 @@ def accuracy_blocks(record: dict) -> list[Block]:
     names = dict.fromkeys(row["task"] for row in record["rows"])
     rows = [[*line, _paper(line[0])] for line in cells]
     blocks: list[Block] = [
-        Table([*header, "paper, labels alone"], rows, f"Accuracy. {CAPTION}{_note(record)}.")
+        f"{CAPTION}{_note(record)}.",
+        Table([*header, "paper, labels alone"], rows, "Accuracy"),
     ]
     for name in names:
         curves = {
@@ -59,7 +60,7 @@ def accuracy_blocks(record: dict) -> list[Block]:
         }
         if curves:
             title = f"{name}: validation accuracy"
-            blocks.append(Plot(title, "steps", "%", curves, from_zero=False))
+            blocks.append(Plot(title, "steps", "%", curves, from_zero=False, log_x=False))
     return blocks
 
 

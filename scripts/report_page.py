@@ -51,6 +51,7 @@ a { color: inherit }
 p, nav { max-width: 48rem }
 nav ul { columns: 18rem; padding-left: 1.2rem }
 code { font: .85em ui-monospace, monospace; overflow-wrap: anywhere }
+.option { white-space: nowrap }
 figure { margin: 1rem 0 }
 figcaption { font-weight: 600; margin-bottom: .3rem }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px }
@@ -65,7 +66,7 @@ th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
 .text { text-align: left }
 td.long { white-space: normal; min-width: 11rem }
 @media (max-width: 40rem) { td.wide:first-child { white-space: normal; min-width: 7rem }
-  td.long { min-width: 8.5rem } th, td { padding: .3rem .45rem } }
+  td.long { min-width: 8.5rem } th, td { padding: .3rem .45rem } svg { font-size: 13px } }
 summary { font-weight: 600; cursor: pointer }
 .plots { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%,
   22rem), 1fr)) }
@@ -155,8 +156,13 @@ def _classes(cell: str, kind: list[str]) -> str:
 
 def _inline(text: str) -> str:
     text = re.sub(r"\[([^\]]+)\]\((#[a-z0-9-]+)\)", r'<a href="\2">\1</a>', escape(text))
-    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
+    text = re.sub(r"`([^`]+)`", lambda found: f"<code>{_whole_options(found[1])}</code>", text)
     return re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", text)
+
+
+def _whole_options(command: str) -> str:
+    """A browser breaks a line behind a hyphen, and an option has two."""
+    return re.sub(r"(?<!\S)(--?\S{1,30})(?!\S)", r'<span class="option">\1</span>', command)
 
 
 def markdown_page(title: str, lead: str, sections: list[Section], plot_folder: Path) -> str:

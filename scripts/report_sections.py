@@ -8,6 +8,7 @@ from scripts import benchmark_fused, benchmark_generation
 from scripts.accuracy_tables import accuracy_blocks
 from scripts.attention_tables import IMPLEMENTATION_NAMES, RIVAL_NAMES, speed_table
 from scripts.benchmark_training import report_blocks
+from scripts.block_sparse_tables import block_sparse_blocks
 from scripts.paper_numbers import (
     MEMORY_MB,
     OPTION_NAMES,
@@ -21,6 +22,7 @@ from scripts.report_page import Block, Section, Table
 from scripts.svg_plot import Plot
 from scripts.trained_tables import PAPER_TOKENS, loss_verdict, results
 
+_LAST_SUITES = ("host",)
 _COLOURS = {name: i for i, name in enumerate(IMPLEMENTATION_NAMES.values())}
 _TITLES = {**RIVAL_NAMES, "fmha": "FMHA of Apex"}
 # The plots of a table that scripts.reproduce measured: no more lines than there are colours.
@@ -73,7 +75,7 @@ def facts_of(record: dict) -> dict[str, str]:
 def attention_blocks(record: dict) -> list[Block]:
     """Speed against rivals, the paper's own benchmark with its numbers, the other suites."""
     suites = defaultdict(list)
-    for row in record["rows"]:
+    for row in sorted(record["rows"], key=lambda row: _LAST_SUITES.count(row["suite"])):
         suites[row["suite"]].append(row)
     blocks: list[Block] = []
     for suite, rows in suites.items():
@@ -151,7 +153,7 @@ def _paper_suite(rows: list[dict]) -> list[Block]:
                 numbers = zip(SEQLENS, RUNTIME_MS[options][direction][impl], strict=True)
                 lines[f"{_TITLES[impl]}, paper"] = [(n, ms) for n, ms in numbers if ms]
             title = f"{_table_name(name)}: {direction}"
-            blocks.append(Plot(title, "tokens", "ms", dict(lines), log_y=True))
+            blocks.append(_beside_plot(title, "ms", lines))
         memory = _by_seqlen([r for r in same if r.get("peak_gib")], "peak_gib", 2**30 / 1e6)
         if memory:
             blocks.append(_beside("table21", "memory", (False, False), memory, MEMORY_MB, "MB"))
@@ -213,36 +215,30 @@ def reproduced_blocks(record: dict) -> list[Block]:
                 lines[f"{_title(r)}, {where}"].append((r["seqlen"], r[where]))
         shown = set(implementations) - ({"flash"} if panel else set())
         if any(r["here"] and r["impl"] in shown for r in rows):
-            blocks.append(Plot(title + panel, "tokens", unit, dict(lines), log_y=True))
+            blocks.append(
+                Plot(title + panel, "tokens", unit, dict(lines), log_y=True)
+                if panel
+                else _beside_plot(title, unit, lines)
+            )
     return blocks
+
+
+def _beside_plot(title: str, unit: str, lines: dict[str, list[tuple[float, float]]]) -> Plot:
+    """Ours and the paper's over the length; an implementation has two shades of one colour."""
+    shades = [("flash", 0, 5), ("PyTorch", 1, 4), ("block-sparse", 2, 3), ("FMHA", 6, 6)]
+    colours = {
+        name: next(
+            (paper if name.endswith("paper") else here)
+            for start, here, paper in shades
+            if name.startswith(start)
+        )
+        for name in lines
+    }
+    return Plot(title, "tokens", unit, dict(lines), log_y=True, colours=colours)
 
 
 def _title(row: dict) -> str:
     return _TITLES[row["impl"]] + (f", {row['direction']}" if "direction" in row else "")
-
-
-def block_sparse_blocks(record: dict) -> list[Block]:
-    """Time against the density of the mask."""
-    cells = []
-    plots: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
-    for row in record["rows"]:
-        if row.get("ms") is None or not row.get("density"):
-            continue
-        impl = IMPLEMENTATION_NAMES.get(row["impl"], row["impl"].replace("_", " "))
-        case = f"{row['direction']}, headdim {row['headdim']}, {row['seqlen']:,} tokens"
-        ratio = row.get("times_proportional")
-        cells.append(
-            [f"{case}, {row['pattern']}", impl, f"{row['density']:.4f}", _number(row["ms"]),
-             _number(ratio)]
-        )  # fmt: skip
-        if row["pattern"] != "butterfly":
-            plots[case][impl].append((row["density"], row["ms"]))
-    header = ["", "", "density", "ms", "x proportional"]
-    lines = [
-        Plot(case, "density of the mask", "ms", {k: sorted(v) for k, v in found.items()}, True)
-        for case, found in plots.items()
-    ]
-    return [*lines, Table(header, cells, "1 x proportional: time falls as the work does")]
 
 
 def training_blocks(record: dict) -> list[Block]:
@@ -269,8 +265,8 @@ def training_blocks(record: dict) -> list[Block]:
             ]
         )
     header = ["run", "tokens/s", "MFU full / causal", "peak GiB", "first loss", "last loss"]
-    header += ["GPU-days of the paper's run, at this rate", "A100-days, paper"]
-    caption = "Training; the paper's run is 400,000 steps of 524,288 tokens (tables 2 and 4)"
+    header += ["GPU-days, projected", "A100-days, paper"]
+    caption = "Training; days of the paper's run: 400,000 steps of 524,288 tokens (tables 2 and 4)"
     blocks: list[Block] = [Table(header, cells, caption)]
     curves = record.get("loss_curves", [])
     blocks += [loss_verdict(curve) for curve in curves]
@@ -286,6 +282,7 @@ def _loss_plot(curve: dict) -> Plot:
         "nats",
         {name: [tuple(point) for point in points] for name, points in curve["curves"].items()},
         from_zero=False,
+        log_x=False,
         overlaid=True,
     )
 
@@ -341,6 +338,7 @@ def _perplexity_curves(rows: list[dict]) -> list[Plot]:
             "perplexity",
             {name: curves[name] for name in names},
             from_zero=False,
+            log_x=False,
         )
         for is_warmup, names in enumerate(kinds)
         if names

@@ -7,7 +7,7 @@ from html import escape
 # Okabe and Ito's colours, told apart by the colour-blind, on white and on black.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c")
 WIDTH, HEIGHT = 420, 280
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 12, 12, 42
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 20, 12, 42
 _CHARACTER = 6.9  # width of one in the legend, about
 
 
@@ -22,8 +22,9 @@ class Plot:
         log_y: powers of ten.
         from_zero: else the axis begins below the lowest point.
         colours: name -> index into COLOURS, where one name keeps its colour over several plots.
-        overlaid: long curves that may be equal: x is linear, points have no marks, and each line is
-            narrower than the one under it.
+        log_x: powers of two; else linear.
+        overlaid: long curves that may be equal: points have no marks, and each line is narrower
+            than the one under it.
     """
 
     title: str
@@ -33,10 +34,11 @@ class Plot:
     log_y: bool = False
     from_zero: bool = True
     colours: dict[str, int] | None = None
+    log_x: bool = True
     overlaid: bool = False
 
     def svg(self, *, is_file: bool = False) -> str:
-        """The picture; x is on a scale of powers of two, unless the curves are overlaid.
+        """The picture.
 
         Args:
             is_file: it stands alone, and knows no page's colour of text.
@@ -44,18 +46,18 @@ class Plot:
         points = [point for line in self.series.values() for point in line]
         if not points:
             raise ValueError(f"a plot must have a point, {self.title!r} has none")
-        is_positive = self.overlaid or min(x for x, _ in points) > 0
+        is_positive = not self.log_x or min(x for x, _ in points) > 0
         if not is_positive or (self.log_y and min(y for _, y in points) <= 0):
             raise ValueError(f"logarithmic axes need positive numbers: {self.title!r}")
         legend, legend_height = self._legend()
         top = _TOP + legend_height
-        scale = float if self.overlaid else math.log2
+        scale = math.log2 if self.log_x else float
         x_values = sorted({x for x, _ in points})
         low, high = scale(x_values[0]), scale(x_values[-1])
         if low == high:
             low, high = low - 1, high + 1
-        x_ticks = _thinned(x_values)
-        if self.overlaid:
+        x_ticks = x_values
+        if not self.log_x:
             x_ticks = [tick for tick in _linear_ticks(low, high) if low <= tick <= high]
         heights = [y for _, y in points]
         y_ticks = (
@@ -86,8 +88,8 @@ class Plot:
                 f'stroke-opacity="0.18"/><text x="{_LEFT - 6}" y="{y + 4:.1f}" '
                 f'text-anchor="end">{short(tick)}</text>'
             )
-        for tick in x_ticks:
-            x, _ = place(tick, y_ticks[-1])
+        places_x = [(place(tick, y_ticks[-1])[0], tick) for tick in x_ticks]
+        for x, tick in _apart(places_x):
             parts.append(
                 f'<text x="{x:.1f}" y="{HEIGHT - _BOTTOM + 16}" text-anchor="middle">'
                 f"{short(tick)}</text>"
@@ -136,7 +138,9 @@ class Plot:
 
 
 def short(number: float) -> str:
-    """1024 -> 1K, 0.25 -> 0.25, 1500 -> 1,500, 8.7e6 -> 8.7M."""
+    """1024 -> 1K, 1/64 -> 1/64, 0.25 -> 0.25, 1500 -> 1,500, 8.7e6 -> 8.7M."""
+    if 0 < number < 0.25 and math.log2(number).is_integer():
+        return f"1/{1 / number:.0f}"
     if number >= 1e6:
         return f"{number / 1e6:.3g}M"
     if number >= 1024 and number % 1024 == 0:
@@ -154,12 +158,22 @@ def _linear_ticks(low: float, high: float) -> list[float]:
 
 
 def _log_ticks(heights: list[float]) -> list[float]:
-    low = math.floor(math.log10(min(heights)))
-    high = max(math.ceil(math.log10(max(heights))), low + 1)
-    return [10.0**power for power in range(low, high + 1)]
+    """1, 2, 5 of every power of ten where there are few, else powers of ten."""
+    low, high = min(heights), max(heights)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 2)
+    for factors in ((1, 2, 5), (1,)):
+        ladder = [float(f"{factor}e{power}") for power in powers for factor in factors]
+        first = max(i for i, tick in enumerate(ladder) if tick <= low)
+        last = min(i for i, tick in enumerate(ladder) if tick >= high and i > first)
+        if last - first <= 6:
+            break
+    return ladder[first : last + 1]
 
 
-def _thinned(values: list[float], most: int = 7) -> list[float]:
-    """Every n-th value, the last one included."""
-    stride = -(-len(values) // most)
-    return values[::-1][::stride][::-1]
+def _apart(places: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of (x, tick), x rising, those whose texts have room, the last one included."""
+    kept: list[tuple[float, float]] = []
+    for x, tick in places[::-1]:
+        if not kept or kept[-1][0] - x >= _CHARACTER * (len(short(tick)) + 2):
+            kept.append((x, tick))
+    return kept[::-1]

@@ -59,7 +59,7 @@ def test_a_report_has_the_paper_beside_it_and_the_curves():
     """Tables 3 and 6: 61.4 % on Path-X, 63.1 % (block-sparse) on Path-256, 72.7 % on Pathfinder."""
     names = ("pathx", "path256", "lra_pathfinder", "lra_text", "other")
     rows = [row("a", 0.9, task=name, curve=[[10, 0.5], [20, 0.75]]) for name in names]
-    table, *plots = accuracy_blocks({"rows": rows})
+    _, table, *plots = accuracy_blocks({"rows": rows})
     assert isinstance(table, Table) and all(isinstance(plot, Plot) for plot in plots)
     paper = [line[-1] for line in table.rows]
     assert paper == ["61.4 %", "63.1 %", "72.7 %", "63.9 %", "-"] and len(plots) == len(names)

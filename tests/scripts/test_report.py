@@ -14,7 +14,7 @@ from scripts.attention_tables import RIVAL_NAMES
 from scripts.paper_numbers import RUNTIME_MS
 from scripts.report_page import Section, Table, html_page
 from scripts.report_sections import section_of
-from scripts.svg_plot import COLOURS, Plot, _linear_ticks, short
+from scripts.svg_plot import COLOURS, Plot, _apart, _linear_ticks, _log_ticks, short
 
 ROOT = Path(__file__).parents[2]
 VOID = {"meta", "br", "img", "link", "hr", "input"}
@@ -100,9 +100,12 @@ RECORDS = {
              here=0.7, paper_ratio=1.05, here_ratio=1.33, verdict="better: scaled"),
     ],
     "benchmark_block_sparse": [
-        dict(impl="ours", pattern=pattern, density=0.25, ms=1.5, times_proportional=1.06,
-             headdim=64, seqlen=4096, direction="forward")
-        for pattern in ("random", "butterfly")
+        dict(impl=impl, pattern=pattern, density=density, ms=ms, headdim=64, seqlen=4096,
+             times_proportional=ms / density / 4.0, direction="forward")
+        for impl, pattern, density, ms in (
+            ("dense", "random", 1.0, 4.0), ("block_sparse", "random", 0.25, 1.25),
+            ("flex", "random", 0.25, 2.5), ("block_sparse", "butterfly", 0.1875, 1.0),
+        )
     ],
     "compare_attention": [
         dict(impl="ours", model="gpt2_1k", attention="flash", tokens_per_s=1e6, mfu_full=0.5,
@@ -250,9 +253,42 @@ def test_ticks_and_short_numbers():
     assert _linear_ticks(0, 0.9) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert _linear_ticks(45.8, 47.6) == [45.5, 46.0, 46.5, 47.0, 47.5, 48.0]
     assert _linear_ticks(3.0, 3.0) == [3.0, 4.0]
-    assert [short(n) for n in (512, 1024, 65536, 0.25, 1000.0, 8.7e6)] == [
-        "512", "1K", "64K", "0.25", "1,000", "8.7M"
+    assert _log_ticks([0.08, 1.1]) == [0.05, 0.1, 0.2, 0.5, 1.0, 2.0]
+    assert _log_ticks([1.5, 230.0]) == [1.0, 10.0, 100.0, 1000.0], "5 more would be too many"
+    assert _log_ticks([10.0, 10.0]) == [10.0, 20.0]
+    assert [short(n) for n in (512, 1024, 65536, 1 / 64, 0.25, 1000.0, 8.7e6)] == [
+        "512", "1K", "64K", "1/64", "0.25", "1,000", "8.7M"
     ]  # fmt: skip
+    # A text of four characters takes 6 * 6.9 = 41.4 units with its space.
+    assert _apart([(0.0, 9.25), (100.0, 9.55), (140.0, 9.75)]) == [(0.0, 9.25), (140.0, 9.75)]
+
+
+def test_steps_are_on_a_linear_scale_where_the_plot_says_so():
+    plot = Plot("t", "steps", "y", {"a": [(0, 1.0), (5, 2.0), (20, 3.0)]}, log_x=False)
+    a, b, c = (
+        float(circle.get("cx")) for circle in ElementTree.fromstring(plot.svg()).iter("circle")
+    )
+    assert (b - a) / (c - a) == pytest.approx(0.25, abs=0.01)
+
+
+def test_a_mask_is_a_row_with_both_directions_and_what_it_gains():
+    """Dense takes 4 ms, a quarter of the blocks 1.25 ms: 3.2 times faster, 1.25 times proportional.
+    Two measurements of dense count by their median."""
+    rows = RECORDS["benchmark_block_sparse"]
+    rows = [*rows, {**rows[0], "ms": 4.4}, {**rows[0], "ms": 3.0}]
+    blocks = section_of(record("benchmark_block_sparse", rows)).blocks
+    assert blocks[-1].rows == [
+        ["headdim 64, 4,096, butterfly", "1/5.33", "1 / -", "- / -", "- / -", "4.0 / -",
+         "1.33 / -"],
+        ["headdim 64, 4,096, random", "1/4", "1.25 / -", "- / -", "2.5 / -", "3.2 / -",
+         "1.25 / -"],
+    ]  # fmt: skip
+    assert blocks[1].series == {"ours": [(0.25, 1.25), (1.0, 4.0)], "FlexAttention": [(0.25, 2.5)]}
+
+
+def test_an_option_of_a_command_stays_on_one_line():
+    html = html_page("", "`python -m x --steps 3`", [])
+    assert '<span class="option">--steps</span> 3' in html
 
 
 def test_text_of_a_record_cannot_become_markup():
