@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import wandb
 from lightning import LightningDataModule
 from wandb.proto import wandb_internal_pb2
 
@@ -201,6 +202,44 @@ def test_names_of_charts_keep_the_column_behind_the_group():
         assert group in GROUPS and name == column.split("/")[-1]
 
 
+def log_offline(folder, run_id, rows):
+    """Records of an offline run to which (columns, step) were logged."""
+    folder.mkdir(exist_ok=True)
+    logger = wandb_logger(save_dir=str(folder), run_id=run_id, name="r", mode="offline")
+    for row, step in rows:
+        logger.log_metrics(row, step)
+    logger.finish("success")
+    return read_records(next((folder / "wandb").glob("offline-run-*/*.wandb")))
+
+
+def test_every_column_reads_back_in_its_group_mfu_and_memory_too(offline):
+    """What only a GPU measures as well."""
+    row = {column: float(i) for i, column in enumerate(COLUMNS) if column != "step"}
+    (found,) = history(log_offline(offline, "r-4", [(row, 7)]))
+    for column, value in row.items():
+        assert found[chart_name(column)] == value
+    assert {"speed/mfu_full", "speed/mfu_causal", "memory/peak_gib"} <= set(found)
+    assert found["progress/step"] == 7
+
+
+@pytest.fixture
+def fresh_wandb():
+    """W&B reads its environment once a process."""
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
+def test_a_member_of_a_sweep_is_a_run_of_it(fresh_wandb, offline, monkeypatch):
+    """W&B's agent names the sweep and the run in the environment of each member."""
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s-1")
+    monkeypatch.setenv("WANDB_RUN_ID", "member-1")
+    records = log_offline(offline, "ours-1", [({"tokens": 64, "val/loss": 2.5}, 2)])
+    run = of_kind(records, "run")[0]
+    assert (run.sweep_id, run.run_id) == ("s-1", "member-1")
+    assert history(records)[0]["val/loss"] == 2.5  # the objective of scripts/wandb_sweep.yaml
+
+
 class FakeRun:
     """A run that the service knows up to step 6, as W&B returns it after an online resume."""
 
@@ -307,8 +346,6 @@ def test_an_account_without_a_network_logs_offline(offline, monkeypatch):
 
 def test_a_start_that_fails_online_is_made_again_offline(offline, monkeypatch):
     """W&B's service holds the id of the failed start until it is torn down."""
-    import wandb
-
     calls = []
 
     def init(mode, **kwargs):
@@ -328,7 +365,6 @@ def test_a_start_that_fails_online_is_made_again_offline(offline, monkeypatch):
 
 def test_failure_costs_no_run(offline, tmp_path, monkeypatch):
     """Neither a service that does not start nor one that dies later raises."""
-    import wandb
 
     def refuse(**kwargs):
         raise wandb.errors.CommError("service is gone")

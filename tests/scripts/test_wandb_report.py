@@ -53,6 +53,19 @@ def test_the_report_has_a_grid_a_part_over_tokens():
     assert titles == [part.title for part in wandb_report.PARTS]
 
 
+def test_wandbs_own_package_takes_the_report_and_the_view():
+    """Not only a stand-in for it. Sending, which needs an account, is left out."""
+    wr = pytest.importorskip("wandb_workspaces.reports.v2")
+    ws = pytest.importorskip("wandb_workspaces.workspaces")
+    options = wandb_report.Options(entity="me")
+    report = wandb_report.make_report(options, wr)
+    grids = [block for block in report.blocks if isinstance(block, wr.PanelGrid)]
+    assert [len(grid.panels) for grid in grids] == [len(p.charts) for p in wandb_report.PARTS]
+    assert grids[0].panels[1].title == "Held-out loss" and report.project == "flashtrain"
+    workspace = wandb_report.make_workspace(options, ws, wr)
+    assert [section.name for section in workspace.sections] == [p.title for p in wandb_report.PARTS]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
