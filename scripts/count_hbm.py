@@ -8,15 +8,16 @@ theorem 2 and the paper's algorithms say for the SRAM of the GPU. Measured: dram
 dram__bytes_write.sum of every kernel, by Nsight Compute (ncu), where it is installed and may read
 counters. What is measured of ours lies between the computed and the inputs and outputs once: the
 L2 cache, of which the paper's count knows nothing, serves loads that tiles repeat. Without ncu
-every number shown is computed, and the output says so.
+every number shown is computed, and the output says so. Timed, where there is a GPU: each of them,
+by CUDA events, so that runtime stands against the tile as in the middle of figure 2.
 """
 
 import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,15 @@ from scripts.hbm_counts import Traffic
 from scripts.paper_numbers import HBM_GB, verdict
 from scripts.records import make_record, write_record
 from scripts.rivals import DROPOUT, HEADDIM, make
+from scripts.timing import Made, time_in_turns
 
 SIZE = 2  # bytes of an fp16 element
 KERNELS = ("forward", "dk_dv", "dq")
 # Beside the table's: more queries a tile mean fewer loads of the keys.
-TILES = {"32x64": Tile(32, 64, 4, 2), "64x64": Tile(64, 64, 4, 2), "128x64": Tile(128, 64, 8, 2)}
+TILES = {
+    f"{block_m}x64": Tile(block_m, 64, warps, 2)
+    for block_m, warps in ((16, 4), (32, 4), (64, 4), (128, 8), (256, 8))
+}
 _SRAM_KIB = 227  # of a block on an H100 or H200
 
 
@@ -50,6 +55,7 @@ class Options:
     dropout: bool = option("drop a tenth of the probabilities", default=True)
     sram_kib: int | None = option("SRAM of theorem 2; none: the GPU's, or 227", default=None)
     measure: bool = option("use ncu where it is there", default=True)
+    time: bool = option("time each, where there is a GPU", default=True)
     out: str = option("the record", default="outputs/reproduce/count_hbm.json")
     profile: str = option("used by this script itself, under ncu", default="")
 
@@ -116,12 +122,7 @@ def run_under_ncu(options: Options) -> None:
     """
     ready, failures = [], {}
     for name, tiles in cases(options).items():
-        shape: dict[str, Any] = dict(
-            batch=options.batch, nheads=options.nheads, causal=options.causal
-        )
-        function, leaves = make("pytorch", options.seqlen, options.dropout, False, 0, **shape)
-        if tiles is not None:
-            function = _flash(leaves, options)
+        function, leaves = _made(options, tiles, 0)
         guard = use_tiles(**tiles) if tiles else nullcontext()
         try:
             with guard:  # compiles
@@ -144,11 +145,35 @@ def run_under_ncu(options: Options) -> None:
     Path(options.profile).write_text(json.dumps({"sections": sections, "failures": failures}))
 
 
-def _flash(leaves: list[torch.Tensor], options: Options) -> Callable[[], torch.Tensor]:
+def _made(options: Options, tiles: dict[str, Tile] | None, seed: int) -> Made:
+    """Standard attention, or ours; the tiles are those that are set when it is called."""
+    shape: dict[str, Any] = dict(batch=options.batch, nheads=options.nheads, causal=options.causal)
+    function, leaves = make("pytorch", options.seqlen, options.dropout, False, seed, **shape)
+    if tiles is None:
+        return function, leaves
     dropout_p = DROPOUT if options.dropout else 0.0
     settings: dict[str, Any] = dict(causal=options.causal, dropout_p=dropout_p, kernel="portable")
     q, k, v = leaves
-    return lambda: flash_attention(q, k, v, **settings)
+    return (lambda: flash_attention(q, k, v, **settings)), leaves
+
+
+def timed(options: Options) -> tuple[dict[tuple[str, str], float], dict[str, str]]:
+    """({(implementation, direction): milliseconds}, {implementation: why it cannot run})."""
+    if not options.time or not torch.cuda.is_available():
+        return {}, {}
+    found: dict[tuple[str, str], float] = {}
+    failures: dict[str, str] = {}
+    for name, tiles in cases(options).items():
+        try:
+            with use_tiles(**tiles) if tiles else nullcontext():
+                ms, failed = time_in_turns({name: partial(_made, options, tiles)})
+        except Exception as error:  # of Triton: a tile may be too large for the shared memory
+            ms, failed = {}, {name: (str(error).splitlines() or [type(error).__name__])[0][:120]}
+        failures |= failed
+        found |= ms
+        if ms:
+            found[name, "both"] = sum(ms.values())
+    return found, failures
 
 
 def measured(options: Options) -> tuple[dict[tuple[str, str], Traffic], dict[str, str], str]:
@@ -182,9 +207,14 @@ def measured(options: Options) -> tuple[dict[tuple[str, str], Traffic], dict[str
 
 
 def table_rows(
-    options: Options, sram_kib: int, traffic: dict[tuple[str, str], Traffic], failures: dict
+    options: Options,
+    sram_kib: int,
+    traffic: dict[tuple[str, str], Traffic],
+    failures: dict[str, str],
+    ms: dict[tuple[str, str], float],
 ) -> list[dict]:
-    """A row an implementation and direction, in bytes; measured ones are None where there is none.
+    """A row an implementation and direction, in bytes and ms; measured ones are None where there
+    is none.
 
     `standard_ratio`: standard attention's measured bytes over these.
     """
@@ -201,7 +231,7 @@ def table_rows(
                     computed_read=count.read, computed_written=count.written,
                     measured_read=found and found.read, measured_written=found and found.written,
                     standard_ratio=standard.total / found.total if found and standard else None,
-                    failure=failures.get(name),
+                    ms=ms.get((name, direction)), failure=failures.get(name),
                 )
             )  # fmt: skip
     return rows
@@ -216,7 +246,8 @@ def _tile_sizes(tiles: dict[str, Tile] | None) -> dict[str, str] | None:
 def show(options: Options, rows: list[dict], why_not: str, theorem: float | None) -> None:
     console = Console(width=130)
     table = Table(
-        "", "", "computed: read", "written", "MEASURED: read", "written", "standard / it, measured",
+        "", "", "computed: read", "written", "MEASURED: read", "written", "ms",
+        "standard / it, measured",
         title=f"GB of HBM traffic, batch {options.batch}, {options.nheads} heads of {HEADDIM}, "
         f"{options.seqlen:,} tokens, fp16" + ", causal" * options.causal
         + ", dropout" * options.dropout,
@@ -225,10 +256,11 @@ def show(options: Options, rows: list[dict], why_not: str, theorem: float | None
     for row in rows:
         cells = ["-" if row[key] is None else f"{row[key] / 1e9:.3f}" for key in keys]
         ratio = row["failure"] or (f"{row['standard_ratio']:.1f}" if row["standard_ratio"] else "-")
+        cells.append("-" if row["ms"] is None else f"{row['ms']:.3f}")
         table.add_row(row["impl"], row["direction"], *cells, ratio)
     console.print(table)
     if why_not:
-        print(f"Nothing here was measured: {why_not}. All numbers are computed from formulas.")
+        print(f"No bytes here were measured: {why_not}. They are computed from formulas.")
     heads = options.batch * options.nheads
     print(
         "Theorem 2, N^2 d^2 / M: "
@@ -260,7 +292,8 @@ def main(arguments: list[str]) -> None:
         return
     sram_kib = options.sram_kib or sram_of_gpu()
     traffic, failures, why_not = measured(options)
-    rows = table_rows(options, sram_kib, traffic, failures)
+    ms, too_large = timed(options)
+    rows = table_rows(options, sram_kib, traffic, {**too_large, **failures}, ms)
     theorem = counts.theorem_2(options.seqlen, HEADDIM, SIZE, sram_kib * 1024)
     show(options, rows, why_not, theorem)
     settings = dict(

@@ -9,6 +9,7 @@ from scripts.accuracy_tables import accuracy_blocks
 from scripts.attention_tables import IMPLEMENTATION_NAMES, RIVAL_NAMES, speed_table
 from scripts.benchmark_training import report_blocks
 from scripts.block_sparse_tables import block_sparse_blocks
+from scripts.hbm_tables import hbm_blocks
 from scripts.paper_numbers import (
     MEMORY_MB,
     OPTION_NAMES,
@@ -360,6 +361,7 @@ _KINDS = [
     (lambda record, row: "suite" in row, attention_blocks),
     (lambda record, row: "times_proportional" in row, block_sparse_blocks),
     (lambda record, row: "val_ppl" in row, perplexity_blocks),
+    (lambda record, row: record["name"] == "count_hbm", hbm_blocks),
     (lambda record, row: record["name"] == "benchmark_training", report_blocks),
     (lambda record, row: record["name"] == "benchmark_generation",
      benchmark_generation.report_blocks),

@@ -5,6 +5,8 @@ import pytest
 
 from scripts import count_hbm, hbm_counts, ncu_counters
 from scripts.hbm_counts import Traffic
+from scripts.report_sections import section_of
+from scripts.svg_plot import Plot
 
 # As Nsight Compute writes it (--csv --page raw): its own lines, a header, units, a row a kernel.
 NCU = """==PROF== Connected to process 4242 (/usr/bin/python3.11)
@@ -133,12 +135,16 @@ def test_without_ncu_all_is_computed_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(count_hbm.torch.cuda, "is_available", lambda: False)
     count_hbm.main([f"out={tmp_path}/record.json", "seqlen=4096"])
     shown = capsys.readouterr().out
-    assert "Nothing here was measured: ncu (Nsight Compute) is not installed" in shown
+    assert "No bytes here were measured: ncu (Nsight Compute) is not installed" in shown
     record = read(tmp_path / "record.json")
     assert record["settings"]["not_measured"] and record["settings"]["sram_kib"] == 227
     assert all(row["computed_read"] > 0 and row["measured_read"] is None for row in record["rows"])
     own = next(row for row in record["rows"] if row["impl"] == "flash, its own tiles")
     assert own["tiles"] == {"forward": "64x64", "dk_dv": "64x64", "dq": "64x64"}
+
+
+class OutOfResources(Exception):
+    """As Triton raises it: no RuntimeError."""
 
 
 def test_measured_bytes_stand_beside_and_have_a_verdict(tmp_path, monkeypatch, capsys):
@@ -158,14 +164,33 @@ def test_measured_bytes_stand_beside_and_have_a_verdict(tmp_path, monkeypatch, c
         kernel = ncu_counters.Kernel
         return [[kernel("a", Traffic(n, n)), kernel("b", Traffic(n, 0))] for n in (9, 21, 1, 2)]
 
+    def time_in_turns(makers):
+        """The tile of 256 is too large."""
+        (name,) = makers
+        if name == "flash, tiles 256x64":
+            raise OutOfResources("out of resource: shared memory")
+        return {(name, "forward"): 1.5, (name, "backward"): 2.5}, {}
+
+    monkeypatch.setattr(count_hbm, "time_in_turns", time_in_turns)
     monkeypatch.setattr(ncu_counters, "profile", profile)
     count_hbm.main([f"out={tmp_path}/record.json"])
     shown = capsys.readouterr().out
-    assert "Here 10.0 times less: reproduced" in shown and "Nothing here" not in shown
+    assert "Here 10.0 times less: reproduced" in shown and "No bytes here" not in shown
     rows = {(row["impl"], row["direction"]): row for row in read(tmp_path / "record.json")["rows"]}
     own = rows["flash, its own tiles", "both"]
     assert (own["measured_read"], own["measured_written"], own["standard_ratio"]) == (6, 3, 10.0)
+    assert own["ms"] == 4.0 and "4.000" in shown
     assert rows["flash, tiles 128x64", "both"]["failure"] == "out of resource"
+    large = rows["flash, tiles 256x64", "forward"]
+    assert (large["ms"], large["failure"]) == (None, "out of resource: shared memory")
+    # In the report: 9 + 9 + 9 + 21 + 21 + 21 bytes are too few GB to show, their ratio is 10.
+    blocks = section_of(read(tmp_path / "record.json")).blocks
+    assert [row[0] for row in blocks[1].rows] == ["computed", "measured", "paper, A100"]
+    assert blocks[1].rows[1][3:] == ["10.0", "reproduced"] and blocks[1].rows[2][3] == "9.2"
+    plots = [block for block in blocks if isinstance(block, Plot)]
+    assert [list(plot.series) for plot in plots] == [["computed"], ["time"]]
+    assert [x for x, _ in plots[0].series["computed"]] == [16, 32, 64, 128, 256]
+    assert plots[1].series["time"] == [(16, 1.5), (32, 1.5), (64, 1.5), (128, 1.5)]
 
 
 def test_sizes_are_checked(capsys):

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts import paper_numbers, report
+from scripts import count_hbm, paper_numbers, report
 from scripts.attention_tables import RIVAL_NAMES
 from scripts.paper_numbers import RUNTIME_MS
 from scripts.report_page import Section, Table, html_page
@@ -120,6 +120,7 @@ RECORDS = {
         dict(model="gpt2", seqlen=n, schedule=s, tokens=87_000_000, seed=1, val_ppl=p, seconds=9.0)
         for n, s, p in ((1024, "throughout", 46.8), (4096, "1024 to 70 %, 4096", 45.8))
     ],
+    "count_hbm": count_hbm.table_rows(count_hbm.Options(), 227, {}, {}, {}),
     "something_new": [{"thing": "whale", "size": 1.25, "parts": [1, 2], "is_big": True}],
 }  # fmt: skip
 

@@ -67,7 +67,13 @@ def page(tmp_path_factory):
     records = report.read_records([RESULTS])
     known = {made["name"] for made in records}
     records += [record(name, rows) for name, rows in RECORDS.items() if name not in known]
-    html = html_page("title", *report.build(records))
+    gap = {"mean_abs": [0.01], "max_abs": 0.02}
+    curve = {k: gap for k in ("flash_to_sdpa", "sdpa_to_sdpa", "flash_to_flash")}
+    lines = {name: [(i, 11.0 - i / 20) for i in range(1, 101)] for name in ("flash", "sdpa")}
+    curve |= dict(model="gpt2_1k", dropout_p=0.1, flash_minus_sdpa=0.0, flash_within_noise=True)
+    rows = RECORDS["compare_attention"]
+    made = record("compare_attention_dropout", rows, loss_curves=[{**curve, "curves": lines}])
+    html = html_page("title", *report.build([*records, made]))
     html = html.replace("</body>", f"<script>{MEASURE}</script></body>")
     folder = tmp_path_factory.mktemp("page")
     for width in (390, 1280):  # in a frame, since a window has a least width
