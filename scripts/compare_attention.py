@@ -197,21 +197,26 @@ def compare(
 
     Flash is within the noise if its curves are on average no further from SDPA's than two of SDPA's
     can be from each other: by rounding, with dropout by their masks. The reference has the same
-    masks as flash in the same micro-batches, and is held against rounding in any case.
+    masks as flash in the same micro-batches, and is held against rounding in any case: how far two
+    runs of one attention without dropout can be apart.
 
     Args:
         runs: metrics of the runs of each attention, in the order of their orders.
-        rounding: nats: with dropout how far apart two runs of SDPA without it can be.
+        rounding: nats, with dropout: what compare() found without it.
     """
     between = list(itertools.product(runs["flash"], runs["sdpa"]))
     flash_to_sdpa = distances(between)
     sdpa_to_sdpa = distances(list(itertools.combinations(runs["sdpa"], 2)))
+    flash_to_flash = distances(list(itertools.combinations(runs["flash"], 2)))
+    if rounding is None:
+        rounding = max(sdpa_to_sdpa["mean_abs"] + flash_to_flash["mean_abs"])
     found = {
         "model": experiment,
         "dropout_p": dropout_p,
+        "rounding": rounding,
         "flash_to_sdpa": flash_to_sdpa,
         "sdpa_to_sdpa": sdpa_to_sdpa,
-        "flash_to_flash": distances(list(itertools.combinations(runs["flash"], 2))),
+        "flash_to_flash": flash_to_flash,
         # Differences of rounding have no sign.
         "flash_minus_sdpa": statistics.fmean(gap for pair in between for gap in gaps(*pair)),
         "flash_within_noise": statistics.fmean(flash_to_sdpa["mean_abs"])
@@ -220,14 +225,12 @@ def compare(
     }
     if "reference" in runs:
         reference = runs["reference"][-1]
-        noise = max(sdpa_to_sdpa["mean_abs"]) if rounding is None else rounding
         same_masks = runs["flash"] if dropout_p == 0.0 else runs["flash"][-1:]
         to_flash = distances([(table, reference) for table in same_masks])
         found |= {
             "flash_to_reference": to_flash,
             "sdpa_to_reference": distances([(table, reference) for table in runs["sdpa"]]),
-            "rounding": noise,
-            "reference_within_rounding": statistics.fmean(to_flash["mean_abs"]) <= noise,
+            "reference_within_rounding": statistics.fmean(to_flash["mean_abs"]) <= rounding,
         }
     return found
 
@@ -246,7 +249,7 @@ def curves_of(args: argparse.Namespace, experiment: str) -> list[dict]:
         for run in runs_of(args, experiment):
             if run.dropout_p == dropout_p:
                 runs.setdefault(run.attention, []).append(read_rows(args, run.name))
-        rounding = max(found[0]["sdpa_to_sdpa"]["mean_abs"]) if found else None
+        rounding = found[0]["rounding"] if found else None
         found.append(compare(experiment, runs, dropout_p, rounding))
     return found
 

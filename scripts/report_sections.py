@@ -25,6 +25,7 @@ from scripts.trained_tables import PAPER_TOKENS, loss_verdict, results
 
 _LAST_SUITES = ("host",)
 _COLOURS = {name: i for i, name in enumerate(IMPLEMENTATION_NAMES.values())}
+_SECTIONS = {"count_hbm": "HBM traffic"}
 _TITLES = {**RIVAL_NAMES, "fmha": "FMHA of Apex"}
 # The plots of a table that scripts.reproduce measured: no more lines than there are colours.
 _PANELS = {
@@ -38,7 +39,7 @@ _PAPER_NAMES = {"sdpa_math": "pytorch", "flash_portable": "flash", "flash_hopper
 def section_of(record: dict) -> Section:
     """One record; of a kind that is not known its rows as they are."""
     rows = record["rows"]
-    title = record["name"].replace("_", " ")
+    title = _SECTIONS.get(record["name"], record["name"].replace("_", " "))
     make = next((f for fits, f in _KINDS if any(fits(record, row) for row in rows)), plain_blocks)
     return Section(title[:1].upper() + title[1:], make(record), facts_of(record))
 
