@@ -23,7 +23,8 @@ Barriers and their arrival counts, one phase for each use of the buffer:
 
 from ..portable import tiles
 from .addressing import coordinates
-from .forward_producer import ROWS, locate, produce, receive, tile_at
+from .forward_producer import ROWS, locate, produce, receive
+from .forward_softmax import load_column_keys, online_softmax
 from .gluon_api import (
     arrive_warpgroup,
     fence_async_shared,
@@ -37,62 +38,6 @@ from .gluon_api import (
     warpgroup_mma_wait,
     zero_dropped,
 )
-from .masking import hide, hide_tokens
-
-
-@jit
-def _softmax(
-    scores, row_max, row_sum, seen, lists, start, index, scale_log2, BLOCK_N: gl.constexpr,
-    SUB: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_TOKENS: gl.constexpr, MASK_M: gl.constexpr,
-    MASKED: gl.constexpr,
-):  # fmt: skip
-    """Online softmax in base 2: (probabilities, row_max, row_sum, decay of what came before).
-
-    seen: (begin and end of the keys that each row sees; positions before `full` and from `left` on
-    hold tiles that they cut; the first row in its block of the mask). Without MASKED none is cut.
-    """
-    starts, limits, full, left, mask_line = seen
-    if MASKED:
-        if index < full:
-            tile = tile_at(lists, start, index, SUB)
-            scores = hide(scores, limits - tile * BLOCK_N, BEFORE=False)
-            if HAS_LEFT and SUB > 0:
-                scores = hide(scores, starts - tile * BLOCK_N, BEFORE=True)
-            if HAS_TOKENS:
-                scores = hide_tokens(scores, lists, start + index, mask_line, SUB, MASK_M)
-        if HAS_LEFT and SUB == 0:
-            if index >= left:
-                scores = hide(scores, starts - (start - index) * BLOCK_N, BEFORE=True)
-    # The scale is positive, so it commutes with the maximum and folds into one multiply-add.
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
-    if MASKED:
-        # A row that has seen nothing yet: any finite number keeps -inf - max from being NaN.
-        finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
-    else:
-        finite_max = new_max
-    probs = gl.exp2(scores * scale_log2 - finite_max[:, None])
-    decay = gl.exp2(row_max - finite_max)
-    row_sum = row_sum * decay + gl.sum(probs, 1)
-    return probs, new_max, row_sum, decay
-
-
-@jit
-def _load_column_keys(
-    column_keys_ptr, lists, start, index, keys_end, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
-    SUB: gl.constexpr, HAS_DROPOUT: gl.constexpr,
-):  # fmt: skip
-    """Dropout keys of a tile's columns [BLOCK_N]; without dropout anything, which nothing uses.
-
-    A block mask lists tiles behind the end of a short packed sequence, where any keys serve.
-    """
-    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    if HAS_DROPOUT:
-        begin = tile_at(lists, start, index, SUB) * BLOCK_N
-        if SUB > 0:
-            begin = gl.minimum(begin, gl.maximum(keys_end - 1, 0))
-        return gl.load(column_keys_ptr + begin + cols)
-    else:
-        return cols
 
 
 @jit
@@ -122,11 +67,11 @@ def _attend_tile(
     scores_token = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(stage_before), phase_before)
     acc_token = warpgroup_mma(probs, v, acc, is_async=True)
-    column_keys = _load_column_keys(
+    column_keys = load_column_keys(
         column_keys_ptr, lists, start, index, keys_end, SCORES, BLOCK_N, SUB, HAS_DROPOUT
     )
     scores, acc_token = warpgroup_mma_wait(1, deps=[scores_token, acc_token])
-    values, row_max, row_sum, decay = _softmax(
+    values, row_max, row_sum, decay = online_softmax(
         scores, row_max, row_sum, seen, lists, start, index, scale_log2, BLOCK_N, SUB, HAS_LEFT,
         HAS_TOKENS, MASK_M, MASKED,
     )  # fmt: skip
@@ -226,7 +171,7 @@ def _attend_rows(
     mbarrier.wait(k_full.index(stage), phase)
     k = k_smem.index(stage).reshape([BLOCK_N, HEADDIM])
     scores_token = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    column_keys = _load_column_keys(
+    column_keys = load_column_keys(
         column_keys_ptr, lists, start, first, keys_end, SCORES, BLOCK_N, SUB, HAS_DROPOUT
     )
     if turn > 0:
@@ -235,7 +180,7 @@ def _attend_rows(
         arrive_warpgroup(q_empty.index(NUM_CONSUMERS + 2 * CONSUMER - slot))
     scores = warpgroup_mma_wait(0, deps=[scores_token])
     arrive_warpgroup(k_empty.index(stage))
-    values, row_max, row_sum, _ = _softmax(
+    values, row_max, row_sum, _ = online_softmax(
         scores, row_max, row_sum, seen, lists, start, first, scale_log2, BLOCK_N, SUB, HAS_LEFT,
         HAS_TOKENS, MASK_M, MASKED or HAS_TAIL,
     )  # fmt: skip
