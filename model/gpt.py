@@ -37,6 +37,8 @@ class GPT(nn.Module):
             rows start at zero, receive no gradient, and are sliced off the logits.
         fused: on a GPU, residual sums with dropout and the norms behind them, and biases with GELU,
             are kernels of flash_kernels.fused.
+        residual_in_fp32: under autocast too, the sums between sublayers are float32. False keeps
+            them in autocast's dtype, half the bytes, and rounds each.
 
     Raises:
         ValueError: a size is no positive integer, dim is no multiple of nheads, a dropout is
@@ -59,6 +61,7 @@ class GPT(nn.Module):
         bias: bool = True,
         vocab_multiple: int = 128,
         fused: bool = True,
+        residual_in_fp32: bool = True,
     ) -> None:
         super().__init__()
         sizes = {
@@ -77,8 +80,8 @@ class GPT(nn.Module):
         check_sizes(sizes, dropouts)
         if dim % nheads != 0:
             raise ValueError(f"dim ({dim}) must be a multiple of nheads ({nheads})")
-        #: Constructor arguments but attention and fused, as plain values: GPT(**config) is the same
-        #: function.
+        #: Constructor arguments but attention and those that change only the rounding, fused and
+        #: residual_in_fp32, as plain values: GPT(**config) is the same function.
         self.config: dict[str, Any] = {
             **sizes,
             **dropouts,
@@ -107,7 +110,7 @@ class GPT(nn.Module):
             )
             for layer in range(depth)
         )
-        self.fused = fused
+        self.fused, self.residual_in_fp32 = fused, residual_in_fp32
         self.resid_dropout = nn.Dropout(resid_dropout)  # on what the last block leaves to add
         self.norm = nn.LayerNorm(dim, bias=bias)
         self.reset_parameters()
@@ -169,6 +172,8 @@ class GPT(nn.Module):
             positions = places(cu_seqlens, positions).flatten()
             input_ids = input_ids.reshape(1, -1)
         x = self.embeddings(input_ids, first_position=first_position, positions=positions)
+        if not self.residual_in_fp32 and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         branch: Any = None
         for block in self.blocks:
             x, branch = block(x, branch, kv_cache=kv_cache, packing=packing)

@@ -51,9 +51,9 @@ from scripts.training_contestants import (
 TRAINER = "trainer"
 TITLES = {**{name: who.title for name, who in CONTESTANTS.items()}, TRAINER: "ours, train.py"}
 # Who is how far ahead: (ours, rival).
-RATIOS = (("ours", "plain"), ("ours_dropout", "plain_dropout"), ("ours_dropout", "hf_eager"),
-          (TRAINER, "ours"), ("bert", "bert_hf_compiled"), ("bert", "bert_hf_sdpa"),
-          ("bert", "bert_hf_eager"))  # fmt: skip
+RATIOS = (("ours", "plain"), ("ours_bf16", "plain"), ("ours_dropout", "plain_dropout"),
+          ("ours_dropout", "hf_eager"), (TRAINER, "ours"), ("bert", "bert_hf_compiled"),
+          ("bert", "bert_hf_sdpa"), ("bert", "bert_hf_eager"))  # fmt: skip
 BERT_SIZES = {"bert_base": BERT_BASE, "bert_large": BERT_LARGE}
 _GPT_CONTEXTS, _BERT_CONTEXTS = (1024, 2048, 4096, 8192, 16384, 65536), (512,)
 _TRAINER_STEPS = 60

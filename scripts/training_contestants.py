@@ -35,11 +35,15 @@ class Contestant(NamedTuple):
     attention: str  # of configs/attention, or of Hugging Face
     family: str  # ours, plain or hf; of BERT bert or bert_hf
     is_compiled: bool = True
+    overrides: tuple[str, ...] = ()  # of train.py
 
 
 CONTESTANTS = {
     "ours": Contestant("ours", 0.0, "auto", "ours"),
     "ours_dropout": Contestant("ours, dropout", 0.1, "auto", "ours"),
+    "ours_bf16": Contestant(
+        "ours, bf16 stream", 0.0, "auto", "ours", overrides=("model.residual_in_fp32=false",)
+    ),
     "plain": Contestant("plain recipe, SDPA, compiled", 0.0, "sdpa", "plain"),
     "plain_dropout": Contestant("plain recipe, dropout", 0.1, "sdpa", "plain"),
     "hf_eager": Contestant("Hugging Face, eager", 0.1, "eager", "hf", False),
@@ -90,7 +94,8 @@ def configured(setting: Setting, dropout_p: float, attention: str) -> list[str]:
 def _config(setting: Setting, who: Contestant) -> DictConfig:
     attention = who.attention if who.attention in ("auto", "sdpa") else "sdpa"
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        cfg = compose("train", configured(setting, who.dropout_p, attention))
+        overrides = configured(setting, who.dropout_p, attention)
+        cfg = compose("train", [*overrides, *who.overrides])
     OmegaConf.update(cfg, "task.compile", setting.compile)
     if who.family == "plain":
         cfg.model.fused = False

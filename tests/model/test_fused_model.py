@@ -92,3 +92,23 @@ def test_gradients_of_samples_by_torch_func():
     per_sample = torch.func.vmap(torch.func.grad(loss), (None, None, 0))
     found, wanted = (per_sample(dict(m.named_parameters()), m, ids()) for m in (model, plain))
     torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_stream_in_low_precision(fused):
+    """Its sums take autocast's dtype, at the distance of its rounding; without, nothing changes."""
+    model, wide = make(fused, residual_in_fp32=False), make(fused)
+    wide.load_state_dict(model.state_dict())
+    assert torch.equal(model.hidden(ids()), wide.hidden(ids()))
+    dtypes = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, inputs, output: dtypes.append(output[0].dtype))
+    exact = wide.hidden(ids())
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = gradients(model), gradients(wide)
+    assert dtypes == [torch.bfloat16] * len(model.blocks)
+    assert not torch.equal(found[0], wanted[0])
+    error, usual = ((hidden.float() - exact).norm() / exact.norm() for hidden, _ in (found, wanted))
+    assert error < 3 * usual, (error, usual)
+    for mine, its in zip(found[1], wanted[1], strict=True):
+        assert mine.dtype == torch.float32 and (mine - its).norm() <= 0.05 * its.norm() + 1e-6
