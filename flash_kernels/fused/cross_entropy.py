@@ -17,8 +17,8 @@ from ..gradients import refuse_second, with_gradients
 from ..operators import LIBRARY
 from .launch import check_device, on_device
 
-_BLOCK, _VECTOR = 4096, 8  # columns of a program and of a thread at a time; 16 bytes of bf16
-_NUM_WARPS = 8
+_BLOCK, _VECTOR = 8192, 8  # columns of a program and of a thread at a time; 16 bytes of bf16
+_NUM_WARPS = 16
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 LIBRARY.define(

@@ -135,9 +135,9 @@ def test_gelu_far_from_zero_is_finite():
 @pytest.mark.parametrize("device, dtype", PLACES)
 @pytest.mark.parametrize("num_tokens, chunk_tokens", [(9, 4), (8, 8), (3, 100)])
 def test_linear_cross_entropy(device, dtype, num_tokens, chunk_tokens):
-    """5,000 classes take two steps of the kernel; those behind them are padding."""
+    """10,000 classes take two steps of the kernel; those behind them are padding."""
     torch.manual_seed(0)
-    num_classes, num_rows = 5000, 5120
+    num_classes, num_rows = 10000, 10240
     hidden = tensor(1, num_tokens, 64, device=device)
     weight = tensor(num_rows, 64, device=device, scale=0.3)
     labels = torch.randint(0, num_classes, (1, num_tokens), device=device)
