@@ -76,7 +76,7 @@ class MLP(nn.Module):
 
     Args:
         approximate: "tanh" (GPT-2) or "none", the exact GELU (BERT).
-        fused: on a GPU, bias and GELU are a kernel of flash_kernels.fused.
+        fused: on a GPU, it is gelu_mlp of flash_kernels.fused.
     """
 
     def __init__(
@@ -94,12 +94,18 @@ class MLP(nn.Module):
         self.up = nn.Linear(dim, hidden, bias=bias)
         self.down = nn.Linear(hidden, dim, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fused and has_kernels(x) and self.up.bias is not None:
-            from flash_kernels.fused.gelu import bias_gelu
+    def forward(self, x: Tensor, *, in_steps: bool = False) -> Tensor:
+        """x (..., dim) -> the same.
 
-            hidden = F.linear(x, self.up.weight)
-            return self.down(bias_gelu(hidden, self.up.bias, approximate=self.approximate))
+        in_steps: where activations are computed again in the backward; see gelu_mlp.
+        """
+        if self.fused and has_kernels(x) and self.up.bias is not None:
+            from flash_kernels.fused.mlp import gelu_mlp
+
+            return gelu_mlp(
+                x, self.up.weight, self.up.bias, self.down.weight, self.down.bias,
+                approximate=self.approximate, in_steps=in_steps,
+            )  # fmt: skip
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
@@ -195,7 +201,7 @@ class Block(Recomputing):
             normed, kv_cache=kv_cache, rotary=rotary, lengths_k=lengths_k, packing=packing
         )
         x, normed = add_and_norm(x, attended, self.norm2, self.dropout, fused=self.fused)
-        return x, self.mlp(normed)
+        return x, self.mlp(normed, in_steps=self.recompute != "none")
 
 
 @torch.no_grad()

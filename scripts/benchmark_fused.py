@@ -1,10 +1,10 @@
 """The steps around attention, fused and not: python -m scripts.benchmark_fused --help
 
-Residual sum with dropout and LayerNorm, bias with GELU, and the loss of a linear layer, at GPT-2's
-sizes: our kernels (flash_kernels.fused) beside plain PyTorch, eager and compiled, and liger-kernel
-where it is installed and has the step. Inputs in bf16, the residual stream, weights and sums in
-float32, as autocast has them. The loss's gradients are made in its forward by ours and liger's:
-"both" is what compares.
+Residual sum with dropout and LayerNorm, bias with GELU, the MLP around it, and the loss of a linear
+layer, at GPT-2's sizes: our kernels (flash_kernels.fused) beside plain PyTorch, eager and compiled,
+and liger-kernel where it is installed and has the step. Inputs in bf16, the residual stream,
+weights and sums in float32, as autocast has them. The loss's gradients are made in its forward by
+ours and liger's: "both" is what compares.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -21,13 +21,13 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
-from flash_kernels.fused import bias_gelu, linear_cross_entropy, residual_norm
+from flash_kernels.fused import bias_gelu, gelu_mlp, linear_cross_entropy, residual_norm
 from scripts.records import make_record, write_record
 from scripts.report_page import Block
 from scripts.report_page import Table as ReportTable
 from scripts.timing import DIRECTIONS, Made, time_in_turns
 
-STEPS = ("residual_norm", "residual_norm_dropout", "bias_gelu", "linear_cross_entropy")
+STEPS = ("residual_norm", "residual_norm_dropout", "bias_gelu", "gelu_mlp", "linear_cross_entropy")
 IMPLEMENTATIONS = {
     "ours": "ours",
     "eager": "PyTorch, eager",
@@ -57,6 +57,13 @@ def plain_bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(x + bias.to(x.dtype), approximate="tanh")
 
 
+def plain_mlp(
+    x: Tensor, up_weight: Tensor, up_bias: Tensor, down_weight: Tensor, down_bias: Tensor
+) -> Tensor:
+    hidden = F.gelu(F.linear(x, up_weight, up_bias), approximate="tanh")
+    return F.linear(hidden, down_weight, down_bias)
+
+
 def plain_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     logits = F.linear(hidden, weight.to(hidden.dtype))  # padding too, as is usual
     return F.cross_entropy(logits.float(), labels, reduction="sum")
@@ -80,8 +87,8 @@ def make(impl: str, step: str, sizes: Sizes, seed: int, device: str = "cuda") ->
     generator = torch.Generator(device).manual_seed(seed)
     low = torch.bfloat16 if device == "cuda" else torch.float32
 
-    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        values = torch.randn(shape, generator=generator, device=device)
+    def tensor(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+        values = torch.randn(shape, generator=generator, device=device) * scale
         return values.to(dtype).requires_grad_()
 
     tokens, dim = sizes.tokens, sizes.dim
@@ -89,11 +96,16 @@ def make(impl: str, step: str, sizes: Sizes, seed: int, device: str = "cuda") ->
     if step.startswith("residual_norm"):
         dropout_p = DROPOUT if step.endswith("dropout") else 0.0
         leaves = [tensor(tokens, dim), tensor(tokens, dim, dtype=low), tensor(dim), tensor(dim)]
-        ours: Callable = partial(_our_residual_norm, dropout_p=dropout_p)
+        ours: Callable = partial(_under_autocast, residual_norm, dropout_p=dropout_p)
         plain: Callable = partial(plain_residual_norm, dropout_p=dropout_p)
     elif step == "bias_gelu":
         leaves = [tensor(tokens, 4 * dim, dtype=low), tensor(4 * dim)]
         ours, plain = partial(bias_gelu, approximate="tanh"), plain_bias_gelu
+    elif step == "gelu_mlp":
+        weights = [tensor(4 * dim, dim, scale=dim**-0.5), tensor(4 * dim)]
+        weights += [tensor(dim, 4 * dim, scale=0.5 * dim**-0.5), tensor(dim)]
+        leaves = [tensor(tokens, dim, dtype=low), *weights]
+        ours, plain = (partial(_under_autocast, function) for function in (gelu_mlp, plain_mlp))
     else:
         labels = torch.randint(sizes.vocab_size, (tokens,), generator=generator, device=device)
         hidden, weight = leaves = [tensor(tokens, dim, dtype=low), tensor(sizes.num_rows, dim)]
@@ -112,11 +124,10 @@ def make(impl: str, step: str, sizes: Sizes, seed: int, device: str = "cuda") ->
     return (lambda: function(*leaves)), leaves
 
 
-def _our_residual_norm(
-    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, dropout_p: float
-) -> tuple[Tensor, Tensor]:
-    with torch.autocast(branch.device.type, branch.dtype, enabled=branch.dtype != torch.float32):
-        return residual_norm(residual, branch, weight, bias, dropout_p=dropout_p)
+def _under_autocast(function: Callable, *inputs: Tensor, **options: Any) -> Any:
+    device = inputs[0].device.type
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        return function(*inputs, **options)
 
 
 def _liger_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Callable[[], Tensor]:

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).parent))
 from compile_kernels import figures, target_of  # noqa: E402
 
-from flash_kernels.fused import cross_entropy, gelu  # noqa: E402
+from flash_kernels.fused import cross_entropy, gelu, mlp  # noqa: E402
 
 # The package has a function of the same name.
 residual_norm = importlib.import_module("flash_kernels.fused.residual_norm")
@@ -25,7 +25,7 @@ _TYPES = {
     "seed_ptr": "*i64", "labels_ptr": "*i64", "losses_ptr": "*fp32", "mean_ptr": "*fp32",
     "rstd_ptr": "*fp32", "residual_ptr": "*fp32", "total_ptr": "*fp32", "dtotal_ptr": "*fp32",
     "dresidual_ptr": "*fp32", "weight_ptr": "*fp32", "bias_ptr": "*fp32", "dweight_ptr": "*fp32",
-    "dbias_ptr": "*fp32",
+    "dbias_ptr": "*fp32", "sums_ptr": "*fp32",
 }  # fmt: skip
 
 
@@ -45,6 +45,8 @@ def cases() -> list[tuple]:
         found.append((f"bias_gelu {tanh}", gelu.bias_gelu_kernel, {**tile, "TANH": tanh}))
         kernel = gelu.bias_gelu_backward_kernel
         found.append((f"its backward {tanh}", kernel, {**tile, "TANH": tanh}))
+    tile = {"ROWS": mlp._ROWS, "COLUMNS": mlp._COLUMNS, "num_warps": mlp._NUM_WARPS}
+    found.append(("column_sums", mlp.column_sums_kernel, tile))
     tile = {"BLOCK": cross_entropy._BLOCK, "VECTOR": cross_entropy._VECTOR}
     tile["num_warps"] = cross_entropy._NUM_WARPS
     found.append(("cross_entropy", cross_entropy.softmax_gradient_kernel, tile))

@@ -4,6 +4,7 @@ the ways of a GPU's."""
 import pytest
 import torch
 
+from flash_kernels.fused import mlp
 from model import transformer
 from model.attention import sdpa_attention
 from model.gpt import GPT
@@ -61,6 +62,20 @@ def test_recomputing_drops_the_same(how, compiled):
     torch.compiler.reset()
     set_recompute(model, how)
     torch.testing.assert_close(gradients(model, compiled), wanted, atol=0.0, rtol=0.0)
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+def test_what_is_computed_again_is_an_mlp_in_steps(how, monkeypatch):
+    calls = []
+    compute = mlp.gelu_mlp
+    monkeypatch.setattr(
+        mlp, "gelu_mlp", lambda *inputs, **how: calls.append(how) or compute(*inputs, **how)
+    )
+    model = make()
+    set_recompute(model, how)
+    gradients(model)
+    assert len(calls) == (2 if how == "none" else 4)
+    assert all(c == {"approximate": "tanh", "in_steps": how != "none"} for c in calls)
 
 
 def test_dropout_acts_in_training_only():
