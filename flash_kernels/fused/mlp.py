@@ -79,6 +79,7 @@ def gelu_mlp(
 
     Raises:
         ValueError: shapes do not fit, approximate is neither, no GPU has the tensors.
+        RuntimeError: cuBLASLt refuses a product; no other way is tried.
     """
     hidden, dim = up_weight.shape
     shapes = {"x": x.shape[-1:], "up_bias": up_bias.shape, "down_weight": down_weight.shape}
