@@ -46,14 +46,14 @@ def padded_headdim(headdim: int) -> int:
 def forward_tile(problem: Problem) -> ForwardTile:
     """The tile sizes of a call.
 
-    Three consumers load each key tile for 192 rows, which pays in long sequences. They leave 160
-    registers, too few for dropout and for more than one mask, and 192 rows do not divide a block of
-    a block mask.
+    Three consumers load each key tile for 192 rows, which pays from a few tiles of rows on. They
+    leave 160 registers, too few for dropout and for more than one mask, and 192 rows do not divide
+    a block of a block mask.
     """
     p = problem
     if p.headdim > 64:
         return ForwardTile(2, 128, 2, 240)
-    if p.dropout_p > 0.0 or p.has_left or p.mask is not None or p.seqlen_q <= 2048:
+    if p.dropout_p > 0.0 or p.has_left or p.mask is not None or p.seqlen_q <= 512:
         return ForwardTile(2, 128, 3, 240)
     return ForwardTile(3, 128, 3, 160)
 
