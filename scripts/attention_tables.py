@@ -35,7 +35,11 @@ def speed_table(record: dict) -> tuple[list[str], list[list[str]]]:
         (r["headdim"], r["causal"], r["seqlen"], r["impl"], r["direction"]): r["tflops"]
         for r in rows
     }
-    names = [name for name in IMPLEMENTATION_NAMES if any(key[3] == name for key in cells)]
+    names = [
+        name
+        for name in IMPLEMENTATION_NAMES
+        if any(key[3] == name and value for key, value in cells.items())
+    ]
     header = ["forward / backward, TFLOP/s", *(IMPLEMENTATION_NAMES[name] for name in names)]
     lines = []
     for headdim, causal, seqlen in dict.fromkeys(key[:3] for key in cells):

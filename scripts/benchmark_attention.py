@@ -11,7 +11,6 @@ FLOPs: forward 4 * batch * nheads * seqlen^2 * headdim, half of it causal, backw
 
 import argparse
 import dataclasses
-import importlib.util
 import itertools
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flash_kernels import flash_attention, flash_attention_varlen
 from scripts.attention_tables import plot, render
 from scripts.records import make_record, write_record
+from scripts.rivals import why_no_fa4
 from scripts.timing import (
     DIRECTIONS,
     Made,
@@ -69,7 +69,7 @@ def jobs_of(suite: str, quick: bool) -> list[tuple[list[Case], list[str]]]:
     ]
     if suite == "speed":
         rivals = ["sdpa_flash2", "sdpa_cudnn", "flex"]
-        rivals += ["fa4"] * (importlib.util.find_spec("flash_attn") is not None)
+        rivals += ["fa4"] * (why_no_fa4() is None)
         return [([case], [*OURS, *rivals] + ["sdpa_math"] * (case.seqlen <= 4096)) for case in grid]
     if suite == "dropout":
         return [

@@ -270,7 +270,8 @@ def speed_table(record: dict) -> tuple[list[str], list[list[str]]]:
     header = ["thousand tokens/s (GiB)", *(TITLES[name] for name in names)]
     header += [f"{TITLES[a]} / {TITLES[b]}" for a, b in ratios]
     lines = []
-    for model, seqlen in dict.fromkeys(key[:2] for key in cells):
+    models = list(dict.fromkeys(key[0] for key in cells))
+    for model, seqlen in sorted({key[:2] for key in cells}, key=lambda k: (models.index(k[0]), k)):
         found = {name: cells.get((model, seqlen, name), {}) for name in names}
         rates = {name: row.get("tokens_per_s") for name, row in found.items()}
         line = [f"{model}, {seqlen:,}"]

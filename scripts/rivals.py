@@ -1,6 +1,7 @@
 """The attentions that scripts.reproduce measures side by side for the paper's tables: what each is,
 what it cannot do, and as many at once as the GPU's memory holds."""
 
+import functools
 import importlib.util
 import re
 import warnings
@@ -59,10 +60,22 @@ _LONGEST_UNFUSED = 8192  # on an H200
 _SECONDS_A_LENGTH = 2.0  # of an implementation: compiling, short sequences
 
 
+@functools.cache
+def why_no_fa4() -> str | None:
+    """Why FlashAttention-4 cannot be called, None if it can."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return "flash_attn.cute is not installed"
+    try:
+        importlib.import_module("flash_attn.cute")
+    except Exception as error:  # whatever its own dependencies raise
+        return f"flash_attn.cute cannot be imported: {type(error).__name__}"
+    return None
+
+
 def why_not(impl: str, has_dropout: bool, is_padded: bool) -> str | None:
     """Why an implementation cannot serve a table, None if it can be tried."""
-    if impl == "fa4" and importlib.util.find_spec("flash_attn") is None:
-        return "flash_attn.cute is not installed"
+    if impl == "fa4" and (failure := why_no_fa4()):
+        return failure
     reasons = [_NO_DROPOUT.get(impl)] * has_dropout + [_NO_PADDING.get(impl)] * is_padded
     return "; ".join(reason for reason in reasons if reason) or None
 

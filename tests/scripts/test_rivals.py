@@ -1,4 +1,8 @@
+import importlib.util
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ from flash_kernels import reference
 from scripts import rivals, timing
 from scripts.rivals import IMPLEMENTATIONS, Memory, groups_that_fit, make, reason_of, why_not
 
+ROOT = Path(__file__).parents[2]
 SMALL = dict(batch=2, nheads=2, device="cpu")
 GB = 10**9
 
@@ -114,14 +119,30 @@ def test_what_a_rival_cannot_do_has_a_reason(impl, has_dropout, is_padded, words
 
 
 def test_every_rival_is_tried_where_nothing_forbids_it(monkeypatch):
-    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(rivals, "why_no_fa4", lambda: None)
     assert not any(why_not(impl, False, False) for impl in IMPLEMENTATIONS)
     served = {i for i in IMPLEMENTATIONS if why_not(i, True, True) is None}
     assert served == {
         "pytorch", "flash", "block_sparse", "sdpa_math", "sdpa_cudnn", "local", "linformer",
     }  # fmt: skip
-    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: None)
-    assert why_not("fa4", False, False) == "flash_attn.cute is not installed"
+
+
+@pytest.mark.parametrize(
+    "source,why",
+    [(None, "is not installed"), ("raise RuntimeError(1)", "cannot be imported: RuntimeError"),
+     ("", None)],
+)  # fmt: skip
+def test_an_installation_that_does_not_work_is_none(source, why, tmp_path, monkeypatch):
+    """In a process of its own that finds tmp_path's package, or none."""
+    if importlib.util.find_spec("flash_attn"):
+        pytest.skip("flash_attn is installed here")
+    if source is not None:
+        (tmp_path / "flash_attn").mkdir()
+        (tmp_path / "flash_attn/cute.py").write_text(source)
+    code = "from scripts.rivals import why_not; print(why_not('fa4', False, False))"
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == (f"flash_attn.cute {why}" if why else "None")
 
 
 def test_groups_hold_what_fits():
