@@ -76,7 +76,8 @@ class MLP(nn.Module):
 
     Args:
         approximate: "tanh" (GPT-2) or "none", the exact GELU (BERT).
-        fused: on a GPU, it is gelu_mlp of flash_kernels.fused.
+        fused: on a GPU, it is gelu_mlp of flash_kernels.fused, unless something else has taken the
+            place of `up` or `down` (an adapter, a parametrization), or hooks them.
     """
 
     def __init__(
@@ -99,7 +100,8 @@ class MLP(nn.Module):
 
         in_steps: where activations are computed again in the backward; see gelu_mlp.
         """
-        if self.fused and has_kernels(x) and self.up.bias is not None:
+        is_plain = _is_plain(self.up, nn.Linear) and _is_plain(self.down, nn.Linear)
+        if self.fused and is_plain and self.up.bias is not None and has_kernels(x):
             from flash_kernels.fused.mlp import gelu_mlp
 
             return gelu_mlp(
@@ -107,6 +109,11 @@ class MLP(nn.Module):
                 approximate=self.approximate, in_steps=in_steps,
             )  # fmt: skip
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
+
+
+def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module does what weight and bias of its kind say and nothing more."""
+    return type(module) is kind and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def add_and_norm(
@@ -117,12 +124,12 @@ def add_and_norm(
     Args:
         x: (..., dim), the residual stream.
         branch: the same shape, what a sublayer adds to it; None adds nothing.
-        fused: take the kernels of flash_kernels.fused where they pay (has_kernels); their dropout
-            draws other masks than torch's.
+        fused: take the kernels of flash_kernels.fused where they pay (has_kernels) and nothing else
+            has taken the norm's place or hooks it; their dropout draws other masks than torch's.
     """
     if branch is None:
         return x, norm(x)
-    if fused and has_kernels(x):
+    if fused and _is_plain(norm, nn.LayerNorm) and has_kernels(x):
         from flash_kernels.fused.residual_norm import residual_norm
 
         dropout_p = dropout.p if dropout.training else 0.0

@@ -127,3 +127,31 @@ def test_a_stream_in_low_precision(fused):
     assert error < 3 * usual, (error, usual)
     for mine, its in zip(found[1], wanted[1], strict=True):
         assert mine.dtype == torch.float32 and (mine - its).norm() <= 0.05 * its.norm() + 1e-6
+
+
+class Doubled(torch.nn.Module):
+    """What an adapter does: more than its weight says."""
+
+    def __init__(self, wrapped):
+        super().__init__()
+        self.wrapped = wrapped
+        self.weight, self.bias = wrapped.weight, wrapped.bias
+        self.eps = getattr(wrapped, "eps", None)
+
+    def forward(self, x):
+        return 2 * self.wrapped(x)
+
+
+def test_what_replaces_or_hooks_a_layer_is_called():
+    model, plain = make(), make(fused=False)
+    plain.load_state_dict(model.state_dict())
+    seen = []
+    for each in (model, plain):
+        first, second = each.blocks
+        first.mlp.up, first.mlp.down = Doubled(first.mlp.up), Doubled(first.mlp.down)
+        first.norm2 = Doubled(first.norm2)
+        for layer in (second.mlp.down, second.norm2):
+            layer.register_forward_hook(lambda *_: seen.append(1))
+    found, wanted = (model.hidden(ids()) for model in (model, plain))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert len(seen) == 4
