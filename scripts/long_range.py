@@ -7,9 +7,10 @@ For GPUs that are lent for a short while: when the minutes are over, every run s
 tested (that takes about a minute more). The same command another day goes on where it stopped. A
 chain is a list of runs that start from each other's weights; its next run begins when one has made
 its steps, reached its target or used up its minutes, and that one is then not gone back to. Outputs
-of each run go to RUNS_ROOT/logs/RUN.log. With --pack each run becomes a RUN.tar that holds its
-newest checkpoint, for `tar -xf` below RUNS_ROOT of another machine. A record of all of them:
-python -m scripts.record_runs.
+of each run go to RUNS_ROOT/logs/RUN.log. With --pack each run becomes a RUN.tar as soon as it
+ends, for `tar -xf` below RUNS_ROOT of another machine. The last of a chain that has trained, or one
+that another chain starts from, holds its newest checkpoint; all hold what a record needs: python -m
+scripts.record_runs.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from model.results import RESULT_FILE
 from scripts.long_range_chains import CHAINS, MEASURE, Stage
 
 _LEAST_MINUTES = 0.25  # a run of less would do nothing but start
+_STARTS = {chain.after for chain in CHAINS.values()}  # stages that other chains start from
 
 
 class Plan:
@@ -43,6 +45,7 @@ class Plan:
         self.runs, self.data = Path(args.runs_root), args.data_root
         self.options, self.workers, self._ends = args.override, args.prepare_workers, ends
         self.logs = self.runs / "logs"
+        self.pack_folder, self._most_mib = args.pack, args.pack_mib
         self.failed: list[str] = []
         self.is_over = threading.Event()
         self._processes: list[subprocess.Popen] = []
@@ -74,9 +77,15 @@ class Plan:
         trained = [stage for stage in chain.stages if not stage.measures]
         for stage in chain.stages:
             later = trained[trained.index(stage) + 1 :] if stage in trained else []
-            if not any(self.has_weights(other.name) for other in later):
-                if not (self._measure if stage.measures else self._train)(stage, before):
+            if any(self.has_weights(other.name) for other in later):
+                self.pack(stage.name, has_weights=stage.name in _STARTS)
+            else:
+                may_go_on = (self._measure if stage.measures else self._train)(stage, before)
+                self.pack(stage.name)
+                if not may_go_on:
                     return
+                if before and not stage.measures and self.has_weights(stage.name):
+                    self.pack(before, has_weights=before in _STARTS)
             if not stage.measures:
                 before = stage.name
 
@@ -154,26 +163,28 @@ class Plan:
         path = self.runs / name / RESULT_FILE
         return json.loads(path.read_text()) if path.exists() else None
 
-    def pack(self, folder: Path, names: list[str], most_mib: float) -> None:
-        """RUN.tar of each run that there is: its newest checkpoint, which a run can go on from or
-        start from, and all other files.
+    def pack(self, name: str, *, has_weights: bool = True) -> None:
+        """RUN.tar of a run, if there is one and tars are wanted: all its files but checkpoints, and
+        has_weights the newest of those, which a run can go on from or start from.
 
-        Says which one is left out because it would be larger than `most_mib`.
+        Says so if it is left out because it would be larger than --pack-mib.
         """
+        run, folder = self.runs / name, self.pack_folder
+        if folder is None or not run.is_dir():
+            return
+        kept = [path for path in run.iterdir() if path.name != "checkpoints"]
+        if has_weights and (newest := newest_intact(run / "checkpoints")):
+            kept += [newest, run / "checkpoints" / "manifest.json"]
+        size = sum(path.stat().st_size for path in kept) / 2**20
+        if size > self._most_mib:
+            print(f"{name}: not packed, {size:.1f} MiB are more than {self._most_mib:g}")
+            return
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (name for name in names if (self.runs / name).is_dir()):
-            checkpoints = self.runs / name / "checkpoints"
-            kept = [p for p in (self.runs / name).iterdir() if p.name != "checkpoints"]
-            if newest := newest_intact(checkpoints):
-                kept += [newest, checkpoints / "manifest.json"]
-            size = sum(path.stat().st_size for path in kept) / 2**20
-            if size > most_mib:
-                print(f"{name}: not packed, {size:.1f} MiB are more than {most_mib:g}")
-                continue
-            with tarfile.open(folder / f"{name}.tar", "w") as tar:
-                for path in kept:
-                    tar.add(path, path.relative_to(self.runs))
-            print(f"{folder / name}.tar: {size:.1f} MiB")
+        partial = folder / f".{name}.tar"
+        with tarfile.open(partial, "w") as tar:
+            for path in kept:
+                tar.add(path, path.relative_to(self.runs))
+        partial.replace(folder / f"{name}.tar")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -231,9 +242,6 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         plan.stop()
     preparing.join()
-    if args.pack:
-        stages = [stage.name for name in args.chains for stage in CHAINS[name].stages]
-        plan.pack(args.pack, stages, args.pack_mib)
     return 1 if plan.failed else 0
 
 

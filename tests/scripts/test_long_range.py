@@ -1,5 +1,6 @@
 """Chains of runs: that their options compose, what is gone on with and packed; one for real."""
 
+import hashlib
 import json
 import re
 import tarfile
@@ -47,8 +48,8 @@ def test_runs_of_chains_have_names_of_their_own():
 class Calls(long_range.Plan):
     """Notes what would be started, and leaves what a run of so many steps leaves."""
 
-    def __init__(self, folder, minutes=8.0, stops_at=None):
-        args = long_range.parse(["--runs-root", str(folder)])
+    def __init__(self, folder, minutes=8.0, stops_at=None, options=()):
+        args = long_range.parse(["--runs-root", str(folder), *options])
         super().__init__(args, time.time() + 60 * minutes)
         self.calls, self.stops_at = [], stops_at or {}
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -63,8 +64,9 @@ class Calls(long_range.Plan):
         result = {"step": step, "max_steps": most, "splits": {"val": {"line": "fine"}}}
         (folder / "result.json").write_text(json.dumps(result))
         if "callbacks.checkpoints=null" not in words:
-            entry = {"step": step, "sha256": "0" * 64, "bytes": 1}
+            entry = {"step": step, "sha256": hashlib.sha256(b"x").hexdigest(), "bytes": 1}
             manifest = {f"step-{step:08d}.ckpt": entry}
+            (folder / f"checkpoints/step-{step:08d}.ckpt").write_bytes(b"x")
             (folder / "checkpoints/manifest.json").write_text(json.dumps(manifest))
         self.options_of = options
         return type("Done", (), {"wait": lambda self: 0})()
@@ -85,6 +87,33 @@ def test_a_chain_goes_on_where_it_stopped(tmp_path):
     third = Calls(tmp_path)
     third.run("pathx")
     assert third.calls == []
+
+
+def test_what_is_packed_goes_on_elsewhere(tmp_path):
+    """Each run as it ends: weights of the last one, and of the one that path256 starts from."""
+
+    class Watched(Calls):
+        def _start(self, module, words, log, **options):
+            packed.append(sorted(path.name for path in folder.glob("*")))
+            return super()._start(module, words, log, **options)
+
+    folder, packed = tmp_path / "packed", []
+    options = ["--pack", str(folder)]
+    Watched(tmp_path / "runs", options=options).run("pathx")
+    assert packed[:3] == [[], ["pathx_6.tar"], ["pathx_14.tar", "pathx_6.tar"]]
+    holds = {}
+    for path in folder.iterdir():
+        with tarfile.open(path) as tar:
+            holds[path.stem] = any("checkpoints" in name for name in tar.getnames())
+            tar.extractall(tmp_path / "elsewhere", filter="data")
+    assert holds == {
+        "pathx_6": False, "pathx_14": True, "pathx_full": True,
+        "pathx_dense": False, "pathx_balanced": False,
+    }  # fmt: skip
+    again = Calls(tmp_path / "elsewhere", options=options)
+    again.run("pathx")
+    again.run("path256")
+    assert again.calls == [("path256", "pathx_14"), ("path256_balanced", "path256")]
 
 
 def test_a_stage_has_its_share_of_the_minutes_and_none_starts_without_time(tmp_path, capsys):
