@@ -60,6 +60,9 @@ _PATH32 = (
     *("data.background_up_to=16", "data.num_workers=3"),
 )
 _PATHX = ("experiment=pathx", "recipe=fast", "model.nearness=1.5", "data.num_workers=8")
+_PAPER = (
+    *("experiment=pathx", "data.num_workers=4", "trainer.val_check_interval=1000", _COMPILED),
+)
 _PATH256 = ("experiment=path256", *_PATHX[1:], _BRIGHT, "data.val_batch_size=100")
 
 
@@ -147,6 +150,16 @@ CHAINS = {
         ),
         prepare=("--size 256",),
         after="pathx_14",
+    ),
+    "paper": Chain(
+        "Path-X as the paper trained it, as far as the minutes go: labels alone, all pixels, "
+        "learned positions, from Path-64",
+        (
+            Stage("paper_64", (*_PAPER, "data.size=64", "model.max_seqlen=4096",
+                               "data.num_val=2000", "data.num_test=0"), 3.0),
+            Stage("paper_pathx", (*_PAPER, "data.val_limit=2000", "data.test_limit=10000")),
+        ),
+        prepare=("--size 64 --val 2000 --test 0", "--size 128"),
     ),
     "path32": Chain(
         "32 pixels with a dense target",
