@@ -52,7 +52,7 @@ def benchmark_training(record: dict) -> str:
     title = (
         f"**Training, {tokens:,} tokens a step** on one GPU, bf16, the optimizer's step counted; "
         "dropout is 0.1 in all three places. The plain recipe is the same model compiled, with "
-        "torch's attention, norms and loss."
+        "torch's attention, norms and loss; a bf16 stream is `model.residual_in_fp32=false`."
     )
     return "\n\n".join([title, table(*training_table(record)), origin(record)])
 
