@@ -77,7 +77,7 @@ def _balanced(name: str, *options: str) -> Stage:
 def _grown(name: str, *options: str, paddles: tuple[int, ...] = _PADDLES) -> tuple[Stage, ...]:
     """32 pixels, labels alone: longer and longer snakes without distractors, then with them."""
     base = (*_PATH32, *_LABELS, *_BY_VALUE, "data.batch_size=128", *options)
-    last = Stage(name, (*base, *_steps(20000), _COMPILED))
+    last = Stage(name, (*base, *_steps(8000), _COMPILED))
     return (*_easy(name, base, paddles), last, _balanced(name, *base))
 
 
