@@ -1,4 +1,5 @@
-"""Chains of runs of the Long Range Arena's images, each starting from the one before.
+"""Chains of long-range runs, each starting from the one before: the Long Range Arena's images, and
+long documents.
 
 With a dense target Path-X is learned in minutes, from 6 paddles to 14, at first on bright pixels;
 Path-256 starts from Path-X. Labels alone stay at ln 2 where a run begins with 6 paddles or more,
@@ -64,6 +65,13 @@ _PAPER = (
     *("experiment=pathx", "data.num_workers=4", "trainer.val_check_interval=1000", _COMPILED),
 )
 _PATH256 = ("experiment=path256", *_PATHX[1:], _BRIGHT, "data.val_batch_size=100")
+
+
+# The same documents, in as many steps, whatever is seen of them.
+_DOCUMENTS = (
+    *("experiment=longdoc_novels", "data.source=novels.jsonl.xz", "data.label_field=author"),
+    *("trainer.max_steps=300", "trainer.val_check_interval=50", _COMPILED),
+)
 
 
 def _steps(number: int) -> tuple[str, ...]:
@@ -210,6 +218,15 @@ CHAINS = {
                               *_steps(10000), _COMPILED)),
         ),
     ),
+    **{
+        f"documents_{seqlen}_{seed}": Chain(
+            f"a stand-in of table 5: novels by their author, {seqlen:,} tokens seen, seed {seed}",
+            (Stage(f"documents_{seqlen}_{seed}", (*_DOCUMENTS, f"data.seqlen={seqlen}",
+                                                  f"seed={seed}")),),
+        )
+        for seqlen in (512, 16384)
+        for seed in (1, 2, 3)
+    },
 }  # fmt: skip
 # What a measurement does instead of training.
 MEASURE = (
