@@ -4,7 +4,7 @@ from collections import defaultdict
 from itertools import product
 from typing import Any
 
-from scripts import benchmark_fused, benchmark_generation
+from scripts import benchmark_fused, benchmark_generation, benchmark_long_range
 from scripts.accuracy_tables import accuracy_blocks
 from scripts.attention_tables import IMPLEMENTATION_NAMES, RIVAL_NAMES, speed_table
 from scripts.benchmark_training import report_blocks
@@ -368,6 +368,8 @@ _KINDS = [
      benchmark_generation.report_blocks),
     (lambda record, row: record["name"] == "benchmark_fused",
      benchmark_fused.report_blocks),
+    (lambda record, row: record["name"] == "benchmark_long_range",
+     benchmark_long_range.report_blocks),
     (lambda record, row: "accuracy" in row and "task" in row, accuracy_blocks),
     (lambda record, row: "tokens_per_s" in row, training_blocks),
 ]  # fmt: skip
