@@ -45,6 +45,10 @@ class Chain(NamedTuple):
     after: str | None = None
 
 
+def _steps(number: int) -> tuple[str, ...]:
+    return (f"trainer.max_steps={number}",)
+
+
 _NO_TEST = ("data.num_train=160000", "data.num_val=2000", "data.num_test=0")  # on the way
 _BALANCED = ("data.balanced=true", "data.num_train=64", "data.num_val=64", "data.num_test=10000")
 _LABELS = ("data.dense_target=false", "task.dense_weight=0", "model.num_dense_classes=0")
@@ -67,6 +71,17 @@ _PAPER = (
 _PATH256 = ("experiment=path256", *_PATHX[1:], _BRIGHT, "data.val_batch_size=100")
 
 
+_STAND_INS = {
+    "text": (
+        *("experiment=lra_text", "data.source=movie_reviews.zip", "optimizer.lr=2e-4"),
+        *("task.decay=cosine", "task.warmup_fraction=0.1", *_steps(600)),
+        *("trainer.val_check_interval=100", _COMPILED),
+    ),
+    "image": (
+        *("experiment=lra_image", "data.source=fashion-mnist", "task.warmup_fraction=0.05"),
+        *(*_steps(3000), "trainer.val_check_interval=500", "data.num_workers=3", _COMPILED),
+    ),
+}
 # The same documents in as many steps, whatever is seen of them. Ids of novels name the authors:
 # ENG18400_Trollope, Barclay_Rosary_1909; 24 have three novels or more, whole ones are held out.
 _DOCUMENTS = (
@@ -75,10 +90,6 @@ _DOCUMENTS = (
     *("data.num_classes=24", "model.num_classes=24"),
     *("trainer.max_steps=300", "trainer.val_check_interval=50", _COMPILED),
 )
-
-
-def _steps(number: int) -> tuple[str, ...]:
-    return (f"trainer.max_steps={number}",)
 
 
 def _balanced(name: str, *options: str) -> Stage:
@@ -221,6 +232,14 @@ CHAINS = {
                               *_steps(10000), _COMPILED)),
         ),
     ),
+    **{
+        f"{task}_{attention}": Chain(
+            f"the arena's {task} on a stand-in, attention={attention}: the two of a task compare",
+            (Stage(f"{task}_{attention}", (*_STAND_INS[task], f"attention={attention}")),),
+        )
+        for task in ("text", "image")
+        for attention in ("flash", "sdpa")
+    },
     **{
         f"documents_{seqlen}_{seed}": Chain(
             f"a stand-in of table 5: novels by their author, {seqlen:,} tokens seen, seed {seed}",
