@@ -35,8 +35,8 @@ class GPT(nn.Module):
         bias: biases in linear layers and norms (GPT-2 has them).
         vocab_multiple: the embedding has vocab_size rows rounded up to a multiple of this. Padding
             rows start at zero, receive no gradient, and are sliced off the logits.
-        fused: on a GPU, residual sums with dropout and the norms behind them, and biases with GELU,
-            are kernels of flash_kernels.fused.
+        fused: on a GPU, residual sums with dropout and the norms behind them, and the MLPs, are
+            steps of flash_kernels.fused.
         residual_in_fp32: under autocast too, the sums between sublayers are float32. False keeps
             them in autocast's dtype, half the bytes, and rounds each.
 

@@ -112,8 +112,13 @@ class MLP(nn.Module):
 
 
 def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module does what weight and bias of its kind say and nothing more."""
-    return type(module) is kind and not (module._forward_hooks or module._forward_pre_hooks)
+    """Whether a module does what its kind does and nothing more, as far as it says itself: hooks of
+    all modules (register_module_forward_hook) are not looked for."""
+    hooks = (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
+        module._backward_pre_hooks,
+    )  # fmt: skip
+    return type(module) is kind and not any(hooks) and "forward" not in vars(module)
 
 
 def add_and_norm(
@@ -125,11 +130,13 @@ def add_and_norm(
         x: (..., dim), the residual stream.
         branch: the same shape, what a sublayer adds to it; None adds nothing.
         fused: take the kernels of flash_kernels.fused where they pay (has_kernels) and nothing else
-            has taken the norm's place or hooks it; their dropout draws other masks than torch's.
+            has taken the place of norm or dropout or hooks them; their dropout draws other masks
+            than torch's.
     """
     if branch is None:
         return x, norm(x)
-    if fused and _is_plain(norm, nn.LayerNorm) and has_kernels(x):
+    is_plain = _is_plain(norm, nn.LayerNorm) and _is_plain(dropout, nn.Dropout)
+    if fused and is_plain and has_kernels(x):
         from flash_kernels.fused.residual_norm import residual_norm
 
         dropout_p = dropout.p if dropout.training else 0.0

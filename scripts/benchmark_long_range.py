@@ -2,9 +2,10 @@
 (the speedups of the paper's table 3): python -m scripts.benchmark_long_range --help
 
 A step is that of the experiments lra_* and pathx, their model and batch, on random tokens without
-padding, in bf16 autocast on a GPU: forward, backward, optimizer. The attention alone differs; all
-take turns. SDPA's math kernel, in bf16 throughout, is what the paper calls a Transformer; speedups
-over it are a geometric mean of the five tasks.
+padding, in bf16 autocast on a GPU: forward, backward, optimizer; not compiled, as graphs do not
+tell torch's kernels of attention apart. The attention alone differs; all take turns. SDPA's math
+kernel, in bf16 throughout, is what the paper calls a Transformer; speedups over it are a geometric
+mean of the five tasks.
 """
 
 import argparse
@@ -55,7 +56,6 @@ class Setting(NamedTuple):
     """What all contestants of a task have in common."""
 
     task: str
-    compile: bool = True
     overrides: tuple[str, ...] = ()  # of train.py
 
 
@@ -86,7 +86,7 @@ class Racer:
     def __init__(self, name: str, setting: Setting, device: str) -> None:
         who = CONTESTANTS[name]
         cfg = configured(setting, who.attention)
-        cfg.task.compile = setting.compile
+        cfg.task.compile = False
         torch.manual_seed(0)
         self.task = instantiate(cfg.task).to(device).train()
         self.optimizer = self.task.configure_optimizers()
@@ -119,9 +119,10 @@ def race(
     rows: dict[str, dict[str, Any]] = {}
     for name in names:
         rows[name] = {"task": setting.task, "impl": name, "failure": None}
+        racer: Racer | None = None
         try:
             racer = Racer(name, setting, device)
-            for _ in range(3):  # compiles, and allocates
+            for _ in range(3):  # compiles kernels, and allocates
                 racer.step()
             rows[name] |= {"batch": racer.batch_size, "seqlen": racer.seqlen}
             rows[name]["peak_gib"] = _peak_gib(racer.step)
@@ -130,6 +131,7 @@ def race(
             cause = error.__cause__ or error  # hydra's errors are of another
             text = (str(cause).splitlines() or [""])[0]
             rows[name]["failure"] = f"{type(cause).__name__}: {text}"[:160]
+            racer = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     seconds: dict[str, list[float]] = {name: [] for name in racers}
@@ -206,7 +208,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contestants", nargs="+", default=[*CONTESTANTS], choices=CONTESTANTS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of a contestant in a round")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmark_long_range.json"))
     args = parser.parse_args(given)
     if min(args.rounds, args.steps) < 1:
@@ -220,9 +221,7 @@ def main() -> None:
         raise SystemExit("benchmark_long_range needs a GPU, none is visible")
     rows: list[dict[str, Any]] = []
     for task in track(args.tasks, "tasks"):
-        setting = Setting(task, not args.eager)
-        rows += race(setting, args.contestants, args.rounds, args.steps, "cuda")
-        torch.compiler.reset()
+        rows += race(Setting(task), args.contestants, args.rounds, args.steps, "cuda")
         torch.cuda.empty_cache()
         settings = {k: v for k, v in vars(args).items() if k != "output"}
         record = make_record("benchmark_long_range", rows, settings, omit="--output")

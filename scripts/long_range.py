@@ -30,7 +30,7 @@ from model.results import RESULT_FILE
 from scripts.long_range_chains import CHAINS, MEASURE, Stage
 
 _LEAST_MINUTES = 0.25  # a run of less would do nothing but start
-_STARTS = {chain.after for chain in CHAINS.values()}  # stages that other chains start from
+_STARTS = {chain.after for chain in CHAINS.values() if chain.after}  # of other chains
 
 
 class Plan:
@@ -70,6 +70,14 @@ class Plan:
             if self.is_over.is_set():
                 return
 
+    def run_or_fail(self, name: str) -> None:
+        """`run` in a thread: an error, such as a full disk, ends the chain and is not lost."""
+        try:
+            self.run(name)
+        except Exception as error:
+            self.failed.append(name)
+            print(f"{name}: ended, {type(error).__name__}: {error}", flush=True)
+
     def run(self, name: str) -> None:
         """The stages of a chain that are not done yet, one after the other."""
         chain = CHAINS[name]
@@ -77,15 +85,15 @@ class Plan:
         trained = [stage for stage in chain.stages if not stage.measures]
         for stage in chain.stages:
             later = trained[trained.index(stage) + 1 :] if stage in trained else []
-            if any(self.has_weights(other.name) for other in later):
-                self.pack(stage.name, has_weights=stage.name in _STARTS)
-            else:
+            if not any(self.has_weights(other.name) for other in later):
                 may_go_on = (self._measure if stage.measures else self._train)(stage, before)
-                self.pack(stage.name)
+                is_packed = self.pack(stage.name) and self.has_weights(stage.name)
+                if is_packed and not stage.measures:
+                    # What is gone on with is safe: those before need their weights no more.
+                    for other in trained[: trained.index(stage)]:
+                        self.pack(other.name, has_weights=other.name in _STARTS)
                 if not may_go_on:
                     return
-                if before and not stage.measures and self.has_weights(stage.name):
-                    self.pack(before, has_weights=before in _STARTS)
             if not stage.measures:
                 before = stage.name
 
@@ -163,28 +171,30 @@ class Plan:
         path = self.runs / name / RESULT_FILE
         return json.loads(path.read_text()) if path.exists() else None
 
-    def pack(self, name: str, *, has_weights: bool = True) -> None:
+    def pack(self, name: str, *, has_weights: bool = True) -> bool:
         """RUN.tar of a run, if there is one and tars are wanted: all its files but checkpoints, and
         has_weights the newest of those, which a run can go on from or start from.
 
-        Says so if it is left out because it would be larger than --pack-mib.
+        Whether there is such a tar now. Says so if it is left out because it would be larger than
+        --pack-mib.
         """
         run, folder = self.runs / name, self.pack_folder
         if folder is None or not run.is_dir():
-            return
+            return False
         kept = [path for path in run.iterdir() if path.name != "checkpoints"]
         if has_weights and (newest := newest_intact(run / "checkpoints")):
             kept += [newest, run / "checkpoints" / "manifest.json"]
         size = sum(path.stat().st_size for path in kept) / 2**20
         if size > self._most_mib:
             print(f"{name}: not packed, {size:.1f} MiB are more than {self._most_mib:g}")
-            return
+            return False
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{name}.tar"
         with tarfile.open(partial, "w") as tar:
             for path in kept:
                 tar.add(path, path.relative_to(self.runs))
         partial.replace(folder / f"{name}.tar")
+        return True
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -231,7 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
     plan.logs.mkdir(parents=True, exist_ok=True)
     sets = list(dict.fromkeys(words for name in args.chains for words in CHAINS[name].prepare))
-    threads = [threading.Thread(target=plan.run, args=(name,)) for name in args.chains]
+    threads = [threading.Thread(target=plan.run_or_fail, args=(name,)) for name in args.chains]
     preparing = threading.Thread(target=plan.prepare, args=(sets,))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

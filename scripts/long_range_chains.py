@@ -83,10 +83,10 @@ _STAND_INS = {
     ),
 }
 # The same documents in as many steps, whatever is seen of them. Ids of novels name the authors:
-# ENG18400_Trollope, Barclay_Rosary_1909; 24 have three novels or more, whole ones are held out.
+# ENG18400_Trollope, Barclay_Rosary_1909; 30 have three novels or more, whole ones are held out.
 _DOCUMENTS = (
     *("experiment=longdoc_novels", "data.source=novels.jsonl.xz", "data.label_field=id"),
-    "data.label_pattern='^(?:ENG[0-9]+_)?([A-Z][a-z]+)_'",
+    "data.label_pattern='^(?:ENG[0-9]+_)?([A-Z][a-z]+)(?:_|$)'",
     *("data.num_classes=24", "model.num_classes=24"),
     *("trainer.max_steps=300", "trainer.val_check_interval=50", _COMPILED),
 )

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from scripts.benchmark_long_range import speedups
+from scripts.benchmark_long_range import ARENA, speedups
 from scripts.paper_numbers import NO_COMMAND, TRAINING, PaperRow
 
 PAPER_TOKENS = 400_000 * 524_288  # of a run of GPT-2's: steps, tokens of a step
@@ -38,8 +38,9 @@ def _accuracy(row: PaperRow, measured: list[dict]) -> tuple[str, str] | None:
     easier set, no stand-in. Of the rows of speed, that of the measured steps."""
     if "times faster" in row.paper:
         name = "block_sparse" if "block-sparse" in row.name else "flash"
-        steps = [r for r in measured if r.get("task") and "impl" in r]
-        if not (times := speedups(steps).get(name)):
+        steps = [r for r in measured if r.get("task") in ARENA and "impl" in r]
+        is_whole = {r["task"] for r in steps} == set(ARENA)
+        if not is_whole or not (times := speedups(steps).get(name)):
             return None
         return f"{times:.2f}", _word(times / row.paper["times faster"] - 1, 0.05)
     task = row.name.split(",")[0].lower().replace("-", "")

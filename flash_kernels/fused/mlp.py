@@ -124,7 +124,7 @@ def _column_sums_forward(x: Tensor, dtype: torch.dtype) -> Tensor:
     x = x.contiguous()
     num_rows, dim = x.shape
     strips = triton.cdiv(dim, _COLUMNS)
-    most = triton.cdiv(num_programs(x.device, _NUM_WARPS), strips)
+    most = triton.cdiv(num_programs(x.device, _NUM_WARPS), max(strips, 1))
     programs = min(triton.cdiv(num_rows, _ROWS), most)
     parts = x.new_empty((programs, dim), dtype=torch.float32)
     if x.numel():

@@ -150,8 +150,12 @@ def test_what_replaces_or_hooks_a_layer_is_called():
         first, second = each.blocks
         first.mlp.up, first.mlp.down = Doubled(first.mlp.up), Doubled(first.mlp.down)
         first.norm2 = Doubled(first.norm2)
-        for layer in (second.mlp.down, second.norm2):
+        first.dropout = torch.nn.Identity()
+        for layer in (second.mlp.down, second.norm2, second.dropout):
             layer.register_forward_hook(lambda *_: seen.append(1))
-    found, wanted = (model.hidden(ids()) for model in (model, plain))
+        second.norm1.register_full_backward_hook(lambda *_: seen.append(1))
+        up = second.mlp.up
+        up.forward = lambda x, up=up: 3 * torch.nn.functional.linear(x, up.weight, up.bias)
+    found, wanted = gradients(model), gradients(plain)
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-    assert len(seen) == 4
+    assert len(seen) == 2 * 5, "the second dropout acts twice"

@@ -20,7 +20,7 @@ SMALL = ("model.depth=1", "model.dim=16", "model.nheads=2", "model.mlp_dim=16",
 
 
 def tiny(task, seqlen=32):
-    return Setting(task, compile=False, overrides=(*SMALL, f"data.seqlen={seqlen}"))
+    return Setting(task, (*SMALL, f"data.seqlen={seqlen}"))
 
 
 def test_all_train_the_same_model():
@@ -36,10 +36,23 @@ def test_all_train_the_same_model():
 def test_pairs_and_images_race_too():
     rows = race(tiny("lra_retrieval"), ["sdpa_math"], 1, 1, "cpu")
     size = ("model.image_size=8", "model.max_seqlen=64", "data.size=32")
-    image = Setting("lra_pathfinder", compile=False, overrides=(*SMALL, *size))
+    image = Setting("lra_pathfinder", (*SMALL, *size))
     rows += race(image, ["sdpa_math"], 1, 1, "cpu")
     assert [row["failure"] for row in rows] == [None, None]
     assert [row["seqlen"] for row in rows] == [32, 64] and all(row["ms"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("names", [("sdpa_math", "sdpa_flash2"), ("sdpa_flash2", "sdpa_math")])
+def test_each_runs_the_kernel_of_its_name(names):
+    """Whichever came before; the operators by their names on a CPU."""
+    racers = [Racer(name, tiny("lra_listops"), "cpu") for name in names]
+    for name, racer in zip(names, racers, strict=True):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            racer.step()
+        ran = {event.key for event in profile.key_averages()}
+        flash = any("_scaled_dot_product_flash_attention" in key for key in ran)
+        math = any("_scaled_dot_product_attention_math" in key for key in ran)
+        assert (flash, math) == ((False, True) if name == "sdpa_math" else (True, False))
 
 
 def test_a_step_trains():
@@ -51,7 +64,7 @@ def test_a_step_trains():
 
 
 def test_what_fails_is_reported():
-    wrong = Setting("lra_listops", compile=False, overrides=(*SMALL, "model.nheads=3"))
+    wrong = Setting("lra_listops", (*SMALL, "model.nheads=3"))
     (row,) = race(wrong, ["sdpa_math"], 1, 1, "cpu")
     assert "dim (16)" in row["failure"] and "ms" not in row
 
@@ -67,6 +80,10 @@ def test_torch_s_own_choice_of_kernels_comes_back():
 def test_every_experiment_takes_every_attention(task, name):
     cfg = configured(Setting(task), CONTESTANTS[name].attention)
     assert cfg.model.max_seqlen in (1024, 2000, 4000, 16384)
+    words = str(cfg.attention)
+    assert {"flash": "flash_attention", "sdpa": "sdpa_attention"}.get(
+        CONTESTANTS[name].attention, "BlockSparse"
+    ) in words
 
 
 def rows_of(times):

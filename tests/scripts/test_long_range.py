@@ -116,6 +116,46 @@ def test_what_is_packed_goes_on_elsewhere(tmp_path):
     assert again.calls == [("path256", "pathx_14"), ("path256_balanced", "path256")]
 
 
+def test_weights_stay_until_what_goes_on_with_them_is_packed(tmp_path, monkeypatch):
+    """pathx_full is too large here: those of pathx_6 are gone with pathx_14's tar, pathx_14's are
+    not."""
+    folder = tmp_path / "packed"
+    plan = Calls(tmp_path / "runs", options=["--pack", str(folder)])
+    monkeypatch.setattr(long_range, "_STARTS", set())
+    pack = plan.pack
+    monkeypatch.setattr(
+        plan, "pack", lambda name, **options: name != "pathx_full" and pack(name, **options)
+    )
+    plan.run("pathx")
+    holds = {}
+    for path in folder.iterdir():
+        with tarfile.open(path) as tar:
+            holds[path.stem] = any("checkpoints" in name for name in tar.getnames())
+    assert holds["pathx_14"] and not holds["pathx_6"] and "pathx_full" not in holds
+
+
+def test_a_full_disk_is_a_failure_of_its_chain(tmp_path, monkeypatch, capsys):
+    plan = Calls(tmp_path)
+    monkeypatch.setattr(plan, "pack", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "full")))
+    plan.run_or_fail("path32")
+    assert plan.failed == ["path32"] and "path32: ended, OSError" in capsys.readouterr().out
+
+
+def test_authors_are_read_from_ids():
+    (word,) = (
+        word
+        for word in CHAINS["documents_512_1"].stages[0].options
+        if word.startswith("data.label_pattern")
+    )
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        pattern = compose("train", ["experiment=longdoc_novels", word]).data.label_pattern
+    for text, author in (
+        ("ENG18400_Trollope", "Trollope"), ("Barclay_Rosary_1909", "Barclay"), ("alone", None),
+    ):  # fmt: skip
+        found = re.search(pattern, text)
+        assert (found and found[1]) == author
+
+
 def test_a_stage_has_its_share_of_the_minutes_and_none_starts_without_time(tmp_path, capsys):
     plan = Calls(tmp_path, minutes=1.0)
     plan.run("path32")
