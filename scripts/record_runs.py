@@ -311,8 +311,11 @@ def main() -> None:
         record = record_of(args.runs, args.output.stem, args.note)
         if args.append and args.output.exists():
             new = {row["run"] for row in record["rows"]}
-            before = json.loads(args.output.read_text())["rows"]
-            record["rows"] = [row for row in before if row["run"] not in new] + record["rows"]
+            before = json.loads(args.output.read_text())
+            kept = [row for row in before["rows"] if row["run"] not in new]
+            record["rows"] = kept + record["rows"]
+            commands = [*before["command"].split(" && "), record["command"]]
+            record["command"] = " && ".join(dict.fromkeys(commands))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     write_record(args.output, record)

@@ -158,6 +158,9 @@ def test_append_keeps_the_rows_of_other_runs(tmp_path, monkeypatch):
     assert record_again(first, "--append") == ["a"]
     assert record_again(second, "--append") == ["a", "bb"]
     assert record_again(first, "--append") == ["bb", "a"]
+    commands = json.loads(record.read_text())["command"].split(" && ")
+    assert len(commands) == 2, "each once, in the order of their first time"
+    assert str(first) in commands[0] and str(second) in commands[1]
     assert record_again(second) == ["bb"]
 
 
