@@ -145,7 +145,7 @@ for _key in ("CUDA", "CPU"):  # CPU: under Triton's interpreter, with a stand-in
 def _fake(
     x: Tensor, up_weight: Tensor, up_bias: Tensor, down_weight: Tensor, down_bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    hidden_shape = (len(x), len(up_weight))
+    hidden_shape = (x.shape[0], up_weight.shape[0])  # len() would fix a dynamic number of rows
     return x.new_empty(x.shape), x.new_empty(hidden_shape), x.new_empty(hidden_shape)
 
 

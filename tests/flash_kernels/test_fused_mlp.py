@@ -268,6 +268,25 @@ def test_compiles_whole(request, by_epilogues):
         torch.testing.assert_close(got, wanted, atol=0.02, rtol=0.02)
 
 
+@pytest.mark.parametrize("by_epilogues", [False, True])
+def test_one_graph_serves_any_number_of_rows(request, by_epilogues):
+    """Packed images have another number of pixels in every step."""
+    if by_epilogues:
+        request.getfixturevalue("epilogues")
+    x, *weights = make(6, 16, hidden=32)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: gelu_mlp(x, *weights), dynamic=True, backend=backend)
+    for rows in (6, 7, 9, 20):
+        x = torch.randn(rows, 16)
+        torch.testing.assert_close(compiled(x), gelu_mlp(x, *weights))
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
