@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import itertools
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flash_kernels import flash_attention, flash_attention_varlen
 from scripts.attention_tables import plot, render
-from scripts.records import make_record, write_record
+from scripts.records import appended, make_record, read_earlier, write_record
 from scripts.rivals import why_no_fa4
 from scripts.timing import (
     DIRECTIONS,
@@ -37,6 +38,8 @@ from scripts.timing import (
 )
 
 OURS = ("flash_portable", "flash_hopper")
+# Rows that are alike in these are measured in turns, or one after the other.
+JOB = ("suite", "headdim", "causal", "seqlen")
 SUITES = ("speed", "dropout", "packed", "paper", "host")
 
 
@@ -207,10 +210,16 @@ def main() -> None:
     parser.add_argument("--suites", nargs="+", default=list(SUITES), choices=SUITES)
     parser.add_argument("--quick", action="store_true", help="1K and 4K only: about a minute")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmark_attention.json"))
+    parser.add_argument(
+        "--append",
+        action="store_true",
+        help="keep the cases that the record has and this run lacks",
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmark_attention needs a GPU, none is visible")
     rows = []
+    earlier = read_earlier(args.output, args.append)
     kernels = [suite for suite in args.suites if suite != "host"]
     jobs = [(suite, *job) for suite in kernels for job in jobs_of(suite, args.quick)]
     compile_ahead(kinds_to_compile(jobs))
@@ -228,6 +237,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         settings = dict(suites=args.suites, quick=args.quick, cudnn=torch.backends.cudnn.version())
         record = make_record("benchmark_attention", rows, settings, omit="--output")
+        record = appended(earlier, record, key=itemgetter(*JOB))
         write_record(args.output, record)  # what is measured is kept
     console = Console(width=160)
     for path in plot(record, args.output.parent):

@@ -10,6 +10,7 @@ in proportion to the work.
 import argparse
 import functools
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from rich.progress import track
 from rich.table import Table
 
 from flash_kernels import BlockMask, block_patterns, block_sparse_attention, flash_attention
-from scripts.records import make_record, write_record
+from scripts.records import appended, make_record, read_earlier, write_record
 from scripts.timing import DIRECTIONS, Made, compile_ahead, compiled_flex, time_in_turns
 
 BLOCK = 128
@@ -71,10 +72,16 @@ def main() -> None:
     parser.add_argument("--seqlens", type=int, nargs="+", default=[4096, 16384, 65536])
     parser.add_argument("--tokens", type=int, default=16384, help="batch x seqlen, at least")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmark_block_sparse.json"))
+    parser.add_argument(
+        "--append",
+        action="store_true",
+        help="keep the lengths that the record has and this run lacks",
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmark_block_sparse needs a GPU, none is visible")
     rows = []
+    earlier = read_earlier(args.output, args.append)
     cases = [
         (nheads, headdim, mask_arguments)
         for seqlen in args.seqlens
@@ -114,6 +121,7 @@ def main() -> None:
                 )  # fmt: skip
         settings = dict(block=BLOCK, seqlens=args.seqlens, tokens=args.tokens)
         record = make_record("benchmark_block_sparse", rows, settings, omit="--output")
+        record = appended(earlier, record, key=itemgetter("seqlen"))
         write_record(args.output, record)  # what is measured is kept
     render(record, Console(width=150))
     print(f"record {args.output}")

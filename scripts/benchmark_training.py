@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from model.gpt import GPT
 from scripts.bert_contestants import mean_work
 from scripts.compare_attention import speed
 from scripts.plan import SIZES
-from scripts.records import make_record, write_record
+from scripts.records import appended, make_record, read_earlier, write_record
 from scripts.report_page import Block
 from scripts.report_page import Table as ReportTable
 from scripts.svg_plot import Plot
@@ -349,6 +350,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--kernels", type=int, default=0, help="profile: the slowest so many")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmark_training.json"))
+    parser.add_argument(
+        "--append",
+        action="store_true",
+        help="keep the settings that the record has and this run lacks",
+    )
     parser.add_argument("overrides", nargs="*", help="of train.py for ours, key=value")
     args = parser.parse_args()
     for seqlen in args.contexts or (*_GPT_CONTEXTS, *_BERT_CONTEXTS):
@@ -364,6 +370,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmark_training needs a GPU, none is visible")
     rows = []
+    earlier = read_earlier(args.output, args.append)
     for model in args.models:
         known = contestants_of(model) + ([] if model in BERT_MODELS else [TRAINER])
         names = [name for name in args.contestants or known if name in known]
@@ -375,6 +382,7 @@ def main() -> None:
                 rows.append(run_trainer(setting))
             settings = {k: v for k, v in vars(args).items() if k != "output"}
             record = make_record("benchmark_training", rows, settings, omit="--output")
+            record = appended(earlier, record, itemgetter("model", "seqlen"))
             write_record(args.output, record)  # what is measured is kept
     render(record, Console(width=200))
     print(f"record {args.output}")

@@ -57,7 +57,7 @@ _EASY = (  # until most is right, or the minutes are over
     *("callbacks=target", "callbacks.target.at_least=0.93", "trainer.val_check_interval=200"),
 )
 _BY_VALUE = ("model.embedding=token", "model.rotary_wavelengths=[4.0,512.0]")
-_PADDLES = (3, 4, 5, 6, 8, 11, 14)
+_PADDLES = (3, 4, 6, 9, 14)
 _COMPILED = "task.compile=true"  # takes half a minute: for the long stages
 _BRIGHT = "data.background_up_to=96"
 _PATH32 = (

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from model.classification_task import accuracy_interval
 from model.results import RESULT_FILE
-from scripts.records import make_record, write_record
+from scripts.records import appended, make_record, read_earlier, write_record
 
 # Of a command: places on a machine, and what does not change the result.
 _LEFT_OUT = ("runs_root", "data.root", "resume", "callbacks.metrics.every_n_steps")
@@ -309,13 +309,8 @@ def main() -> None:
     args = parser.parse_args()
     try:
         record = record_of(args.runs, args.output.stem, args.note)
-        if args.append and args.output.exists():
-            new = {row["run"] for row in record["rows"]}
-            before = json.loads(args.output.read_text())
-            kept = [row for row in before["rows"] if row["run"] not in new]
-            record["rows"] = kept + record["rows"]
-            commands = [*before["command"].split(" && "), record["command"]]
-            record["command"] = " && ".join(dict.fromkeys(commands))
+        earlier = read_earlier(args.output, args.append)
+        record = appended(earlier, record, key=lambda row: row["run"])
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     write_record(args.output, record)

@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,30 @@ def write_record(path: str | Path, record: dict) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def read_earlier(path: Path, append: bool) -> dict | None:
+    """The record that a run adds to: that of `path`, if it is to append and there is one."""
+    return json.loads(path.read_text()) if append and path.exists() else None
+
+
+def appended(earlier: dict | None, record: dict, key: Callable[[dict], Any]) -> dict:
+    """`record` behind those rows of an earlier one whose key it has not, with the commands of both;
+    date, versions and hardware are the newer's.
+
+    Args:
+        key: alike for rows that are compared with each other: they stay of one run.
+    """
+    if earlier is None:
+        return record
+    new = {key(row) for row in record["rows"]}
+    kept = [row for row in earlier["rows"] if key(row) not in new]
+    commands = [*earlier["command"].split(" && "), record["command"]]
+    return {
+        **record,
+        "command": " && ".join(dict.fromkeys(commands)),
+        "rows": kept + record["rows"],
+    }
 
 
 def command_line(module: str, omit: str) -> str:

@@ -82,15 +82,9 @@ def benchmark_block_sparse(record: dict) -> str:
 
 
 def _shown_masks(rows: list[dict]) -> list[tuple[int, str, float]]:
-    """(seqlen, pattern, density): the butterfly wherever it was measured, and at the longest length
-    a random mask of 1/8."""
-    masks = {(r["seqlen"], r["pattern"], r["density"]) for r in rows if r["impl"] == "block_sparse"}
-    longest = max(seqlen for seqlen, _, _ in masks)
-    return sorted(
-        mask
-        for mask in masks
-        if mask[1] == "butterfly" or (mask[0] == longest and mask[2] == 1 / 8)
-    )
+    """(seqlen, pattern, density) of the butterfly."""
+    shown = {(r["seqlen"], r["pattern"], r["density"]) for r in rows if r["impl"] == "block_sparse"}
+    return sorted(mask for mask in shown if mask[1] == "butterfly")
 
 
 LENGTHS = (" 16,384",)  # of the table of attention

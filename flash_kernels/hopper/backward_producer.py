@@ -2,11 +2,13 @@
 
 from ..portable import sparse
 from .addressing import coordinates
-from .gluon_api import arrive_warpgroup, gl, jit, mbarrier, ring, tma_load
+from .gluon_api import FIRST_NAMED, arrive_warpgroup, gl, jit, mbarrier, named_sync, ring, tma_load
 
 # Keys of a consumer, and of a block.
 KEYS: gl.constexpr = gl.constexpr(64)
 BLOCK_KEYS: gl.constexpr = gl.constexpr(128)
+# Threads of the producer and both consumers, who meet where a stage is free again.
+EMPTY_THREADS: gl.constexpr = gl.constexpr(384)
 
 
 @jit
@@ -44,7 +46,7 @@ def produce(
     words_ptr, int_words_ptr = row_ptrs
     q_smem, dout_smem, k_smem, v_smem = buffers
     lse_smem, delta_smem, row_keys_smem, row_multipliers_smem = row_buffers
-    k_full, v_full, q_full, do_full, empty = barriers
+    k_full, v_full, q_full, do_full = barriers
     place_q, place_k, head_k, group_size, col_begin = position
     batch_index, first_q, seqlen_q = place_q
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -64,7 +66,7 @@ def produce(
         begin, _, num_tiles = walk_of_head(walk, batch_index, head, col_begin, SUB, MASK_N)
         for step in range(num_tiles):
             tile = tile_at(walk, begin + step, SUB)
-            stage, phase = ring(index, STAGES)
+            stage, _ = ring(index, STAGES)
             rows = tile * BLOCK_M + gl.arange(0, BLOCK_M, THREADS)
             coords = coordinates(place_q, head, tile * BLOCK_M, 0, IS_RAGGED)
             # The words of the rows are under way while the buffers are still in use.
@@ -76,8 +78,8 @@ def produce(
                 row_words = int_words_ptr + offset + rows * 4
                 row_keys = gl.load(row_words + 2, mask=inside, other=0)
                 row_multipliers = gl.load(row_words + 3, mask=inside, other=0)
-            # The wait for the phase before the first passes at once: the ring starts empty.
-            mbarrier.wait(empty.index(stage), phase ^ 1)
+            if index >= STAGES:
+                named_sync(FIRST_NAMED + stage, EMPTY_THREADS)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
             tma_load(q_desc, coords, q_full.index(stage), q_smem.index(stage))
             mbarrier.expect(do_full.index(stage), dout_desc.block_type.nbytes)
@@ -89,3 +91,6 @@ def produce(
                 row_multipliers_smem.index(stage).store(row_multipliers)
             arrive_warpgroup(do_full.index(stage))
             index += 1
+    # Of the last uses: no arrival is left behind.
+    for last in range(gl.maximum(index - STAGES, 0), index):
+        named_sync(FIRST_NAMED + last % STAGES, EMPTY_THREADS)

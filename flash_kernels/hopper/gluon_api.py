@@ -54,6 +54,31 @@ def arrive_warpgroup(barrier):
     mbarrier.arrive(barrier, count=1)
 
 
+# Of the hardware's 16 barriers of a block. Triton gives one to each partition, from 0 on.
+FIRST_NAMED = gl.constexpr(8)
+_ARRIVE = gl.constexpr("bar.arrive $1, $2;\nmov.u32 $0, 0;")
+_SYNC = gl.constexpr("bar.sync $1, $2;\nmov.u32 $0, 0;")
+
+
+@gluon.jit
+def named_arrive(number, THREADS: gl.constexpr):
+    """The partition's threads arrive at the hardware's barrier `number` of THREADS threads, and go
+    on. They need not wait for each other, as for the arrival at an mbarrier."""
+    lanes = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(
+        _ARRIVE, "=r,r,r", [lanes + number, lanes + THREADS], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def named_sync(number, THREADS: gl.constexpr):
+    """The same, and the partition waits until THREADS threads have arrived."""
+    lanes = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(
+        _SYNC, "=r,r,r", [lanes + number, lanes + THREADS], gl.int32, is_pure=False, pack=1
+    )
+
+
 @gluon.jit
 def ring(index, STAGES: gl.constexpr):
     """(stage, phase) of the index-th use of a ring of buffers: phase flips with every round."""
@@ -136,8 +161,8 @@ def dscores_of_signed(signed_probs, dprobs, delta):
 
 
 __all__ = [
-    "TensorDescriptor", "arrive_warpgroup", "dscores_of_signed", "fence_async_shared", "gl", "jit",
-    "mbarrier", "negate_dropped", "partition_barrier", "ring", "round_positive", "store_wait",
-    "tma_load", "tma_reduce_add", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
-    "zero_dropped",
+    "FIRST_NAMED", "TensorDescriptor", "arrive_warpgroup", "dscores_of_signed",
+    "fence_async_shared", "gl", "jit", "mbarrier", "named_arrive", "named_sync", "negate_dropped",
+    "partition_barrier", "ring", "round_positive", "store_wait", "tma_load", "tma_reduce_add",
+    "tma_store", "warpgroup_mma", "warpgroup_mma_wait", "zero_dropped",
 ]  # fmt: skip

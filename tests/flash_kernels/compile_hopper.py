@@ -98,12 +98,15 @@ def loops_with_products(code: str) -> list[list[str]]:
 def describe_loop(instructions: list[str]) -> dict:
     """What the overlap of products and softmax shows in, for one loop."""
     waits = [i for i, text in enumerate(instructions) if "WARPGROUP.DEPBAR" in text]
-    names = [opcode(text).split(".")[0] for text in instructions]
+    codes = [opcode(text) for text in instructions]
+    names = [code.split(".")[0] for code in codes]
     return {
         "length": len(instructions),
         "products": names.count("HGMMA"),
         "exponentials": names.count("MUFU"),
         "spills": names.count("STL") + names.count("LDL"),
+        "barriers": sum(code.startswith("BAR.SYNC") for code in codes),
+        "named_arrivals": sum(code.startswith("BAR.ARV") for code in codes),
         # Behind the wait for the scores and the one for dP^T: dv, dk and dq, in flight together.
         "products_at_end": names[waits[1] :].count("HGMMA") if len(waits) > 1 else 0,
         # Between the wait for the scores and the wait for the other products.

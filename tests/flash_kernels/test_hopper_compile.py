@@ -63,6 +63,11 @@ def check_backward(kernel: dict) -> None:
         assert loop["products"] == 32, kernel  # of 16 columns: S^T, dP^T, dv, dq and dk
         assert loop["products_at_end"] == (24 if kernel["headdim"] <= 64 else 16), kernel
         assert loop["spills"] <= (40 if has_dropout else 24), kernel
+        # At which warps wait for each other: two for dS^T, three with Triton 3.8, and two for dq,
+        # or three for both; dropout has one more behind its second wait.
+        names_ds = kernel["headdim"] > 64
+        assert loop["barriers"] <= (3 if names_ds else 5) + has_dropout, kernel
+        assert loop["named_arrivals"] == (2 if names_ds else 1), kernel
 
 
 def check_each(kernels: list[dict]) -> None:
