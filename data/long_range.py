@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from data.classification import Batch, ClassificationData, Examples, LoadingOptions
+from data.curriculum import CurriculumExamples, read_rungs
 from data.lra_files import TokenTask, open_task
 from data.marker_shortcut import shortcut_floor
 from data.pathfinder import PathfinderSpec, dense_target, marker_positions
@@ -125,6 +127,10 @@ class PathfinderData(ClassificationData):
     Loaders give pixels and their labels as uint8, an eighth of what goes through pipes and to the
     device; `on_after_batch_transfer` makes int64 of them there.
 
+    Attributes:
+        spec: of the images.
+        folders: of the prepared sets, the curriculum's first.
+
     Args:
         size: of the images in pixels: 32, 64, 128 (Path-X) or 256.
         level: paddles a snake, 3 to 14.
@@ -134,6 +140,8 @@ class PathfinderData(ClassificationData):
         dense_target, foreground: add the entries above. The release has no dense target.
         background_up_to: grey values up to this one become 0, the soft rims of strokes: fewer
             non-zero pixels, of the same curves.
+        curriculum: easier sets for the first steps of a run, [level, num_distractors, steps] each,
+            of num_train / 4 images.
         augment: one of the eight flips and rotations for each training image, by seed and position.
         num_train, num_val, num_test: images to generate.
         data_seed: of the generated images.
@@ -141,7 +149,8 @@ class PathfinderData(ClassificationData):
         prepare_workers: generating processes; None is one a core.
         val_batch_size, loading: see ClassificationData.
     Raises:
-        ValueError: an unknown size or level, or a dense target asked of the release.
+        ValueError: an unknown size or level, a curriculum that is none, or what the release has not
+            asked of it.
         FileNotFoundError: no release of that size and level in the folder.
     """
 
@@ -156,6 +165,7 @@ class PathfinderData(ClassificationData):
         dense_target: bool = False,
         foreground: bool = False,
         background_up_to: int = 0,
+        curriculum: Sequence[Sequence[int]] | None = None,
         augment: bool = False,
         num_train: int = NUM_IMAGES["train"],
         num_val: int = NUM_IMAGES["val"],
@@ -167,10 +177,12 @@ class PathfinderData(ClassificationData):
         **loading: Unpack[LoadingOptions],
     ) -> None:
         super().__init__(seqlen=size * size, val_batch_size=val_batch_size, **loading)
-        if release is not None and (dense_target or balanced or num_distractors is not None):
+        generated_only = dense_target or balanced or num_distractors is not None or curriculum
+        if release is not None and generated_only:
             raise ValueError(
-                "the release has neither a dense target, a balanced set nor another number of "
-                "distractors: generate the images, or leave these options out"
+                "the release has neither a dense target, a balanced set, another number of "
+                "distractors nor the sets of a curriculum: generate the images, or leave these "
+                "options out"
             )
         if not 0 <= background_up_to < 255:
             raise ValueError(f"background_up_to must be from 0 to 254, got {background_up_to}")
@@ -180,7 +192,16 @@ class PathfinderData(ClassificationData):
             size, level, balanced=balanced, num_distractors=num_distractors, seed=data_seed
         )
         self._num_images = {"train": num_train, "val": num_val, "test": num_test}
-        self._folder = pathfinder_folder(root, self.spec, self._num_images)
+        self._rungs = read_rungs(curriculum)
+        easier = [
+            PathfinderSpec(size, level, num_distractors=distractors, seed=data_seed)
+            for level, distractors, _ in self._rungs
+        ]
+        self._sets = [
+            *((spec, {"train": max(1, num_train // 4)}) for spec in easier),
+            (self.spec, self._num_images),
+        ]
+        self.folders = [pathfinder_folder(root, *made) for made in self._sets]
         self._release = release
         self._prepare_workers = prepare_workers
         self._options = (
@@ -191,11 +212,10 @@ class PathfinderData(ClassificationData):
         )
 
     def prepare_data(self) -> None:
-        """Make the set if it is missing. Called on one process of each machine."""
+        """Make the sets that are missing. Called on one process of each machine."""
         if self._release is None:
-            prepare_pathfinder(
-                self.spec, self._folder, self._num_images, workers=self._prepare_workers
-            )
+            for (spec, num_images), folder in zip(self._sets, self.folders, strict=True):
+                prepare_pathfinder(spec, folder, num_images, workers=self._prepare_workers)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         as_ids = {k: v.long() for k, v in batch.items() if k in ("input_ids", "dense_labels")}
@@ -206,7 +226,9 @@ class PathfinderData(ClassificationData):
         if self._release is not None:
             line = "marker-only floor: not measured, the release does not say where the discs are"
             return Comparison(line, {})
-        scenes = PathfinderStore(self._folder).scenes(split, np.arange(self.num_held_out(split)))
+        scenes = PathfinderStore(self.folders[-1]).scenes(
+            split, np.arange(self.num_held_out(split))
+        )
         try:
             floor = shortcut_floor(marker_positions(scenes), scenes["label"], self.spec.size)
         except ValueError as error:
@@ -225,7 +247,13 @@ class PathfinderData(ClassificationData):
         if self._release is not None:
             images = PathfinderRelease(self._release, self.spec.size, self.spec.level)
             return _ReleaseExamples(images, *self._options)
-        return _PathfinderExamples(PathfinderStore(self._folder), *self._options)
+        *easier, last = (
+            _PathfinderExamples(PathfinderStore(folder), *self._options) for folder in self.folders
+        )
+        if not easier:
+            return last
+        steps = [rung.steps for rung in self._rungs]
+        return CurriculumExamples(list(zip(steps, easier, strict=True)), last, self.batch_size)
 
 
 class _ImageExamples:

@@ -2,10 +2,7 @@
 long documents.
 
 With a dense target Path-X is learned in minutes, from 6 paddles to 14, at first on bright pixels;
-Path-256 starts from Path-X. Labels alone stay at ln 2 where a run begins with 6 paddles or more,
-while snakes of 3 without distractors are learned within some hundred steps, in half of them from a
-vector a grey value (at 32 pixels the brightest is on discs alone) instead of a linear function.
-So the chains of labels alone grow the snakes; they differ in one thing each.
+Path-256 starts from Path-X. The chains of labels alone (recipe=labels) differ in one thing each.
 """
 
 from typing import NamedTuple
@@ -51,13 +48,6 @@ def _steps(number: int) -> tuple[str, ...]:
 
 _NO_TEST = ("data.num_train=160000", "data.num_val=2000", "data.num_test=0")  # on the way
 _BALANCED = ("data.balanced=true", "data.num_train=64", "data.num_val=64", "data.num_test=10000")
-_LABELS = ("data.dense_target=false", "task.dense_weight=0", "model.num_dense_classes=0")
-_EASY = (  # until most is right, or the minutes are over
-    *("data.num_train=80000", *_NO_TEST[1:]),
-    *("callbacks=target", "callbacks.target.at_least=0.93", "trainer.val_check_interval=200"),
-)
-_BY_VALUE = ("model.embedding=token", "model.rotary_wavelengths=[4.0,512.0]")
-_PADDLES = (3, 4, 6, 9, 14)
 _COMPILED = "task.compile=true"  # takes half a minute: for the long stages
 _BRIGHT = "data.background_up_to=96"
 _PATH32 = (
@@ -96,49 +86,19 @@ def _balanced(name: str, *options: str) -> Stage:
     return Stage(f"{name}_balanced", (*options, *_BALANCED), measures=True)
 
 
-def _grown(name: str, *options: str, paddles: tuple[int, ...] = _PADDLES) -> tuple[Stage, ...]:
-    """32 pixels, labels alone: longer and longer snakes without distractors, then with them."""
-    base = (*_PATH32, *_LABELS, *_BY_VALUE, "data.batch_size=128", *options)
-    last = Stage(name, (*base, *_steps(8000), _COMPILED))
-    return (*_easy(name, base, paddles), last, _balanced(name, *base))
+def _labels(name: str, *options: str, experiment: str = "lra_pathfinder") -> tuple[Stage, ...]:
+    base = (f"experiment={experiment}", "recipe=labels", *options)
+    tested = _balanced(name, *base, "data.curriculum=null", "data.val_batch_size=100")
+    return (Stage(name, (*base, _COMPILED)), tested)
 
 
-def _grown_128() -> tuple[Stage, ...]:
-    """The same for Path-X, on bright pixels."""
-    name, base = "pathx_labels", (*_PATHX, *_LABELS, *_BY_VALUE, _BRIGHT, "data.batch_size=128")
-    last = Stage(name, (*base, *_steps(6000), _COMPILED))
-    tested = _balanced(name, *base, "data.val_batch_size=100")
-    return (*_easy(name, base, _PADDLES), last, tested)
-
-
-def _easy(name: str, base: tuple[str, ...], paddles: tuple[int, ...]) -> tuple[Stage, ...]:
-    size = 128 if "experiment=pathx" in base else 32
+def _labels_sets(size: int) -> tuple[str, ...]:
+    """The images of recipe=labels."""
+    easy = ((3, 0), (4, 0), (6, 0), (9, 0), (14, 0), (14, 2))
     return tuple(
-        Stage(
-            f"{name}_{n}" + f"_with_{distractors}" * (distractors > 0),
-            (*base, *_EASY, f"data.level={n}", f"data.num_distractors={distractors}",
-             *_steps(2500)),
-            1.2 if n == 3 else 0.8,
-        )
-        for n, distractors in _rungs(size)
-        if n in paddles
-    )  # fmt: skip
-
-
-def _rungs(size: int) -> list[tuple[int, int]]:
-    """(paddles, distractors) from easy to hard; a hard image has 1.2 of them at 32 pixels, 7.7 at
-    128."""
-    crowds = (1,) if size == 32 else (2, 4)
-    return [(n, 0) for n in _PADDLES] + [(14, number) for number in crowds]
-
-
-def _grown_images(size: int) -> tuple[str, ...]:
-    """What `_easy` and the hard level after it read; the latter takes the longest."""
-    easy = [
-        f"--size {size} --level {n} --distractors {distractors} --train 80000 --val 2000 --test 0"
-        for n, distractors in _rungs(size)
-    ]
-    return (*easy, f"--size {size}")
+        f"--size {size} --level {level} --distractors {distractors} --train 40000 --val 0 --test 0"
+        for level, distractors in easy
+    )
 
 
 CHAINS = {
@@ -159,9 +119,9 @@ CHAINS = {
         prepare=("--size 128",),
     ),
     "pathx_labels": Chain(
-        "Path-X, labels alone, bright pixels: 3 to 14 paddles, then distractors",
-        _grown_128(),
-        prepare=_grown_images(128),
+        "Path-X, labels alone, bright pixels",
+        _labels("pathx_labels", _BRIGHT, experiment="pathx"),
+        prepare=(*_labels_sets(128), "--size 128"),
     ),
     "path256": Chain(
         "Path-256 with a dense target, from pathx_14",
@@ -190,35 +150,18 @@ CHAINS = {
             _balanced("path32", *_PATH32),
         ),
     ),
-    "labels": Chain(
-        "32 pixels, labels alone: 3 to 14 paddles, then distractors",
-        _grown("labels"),
-        prepare=_grown_images(32),
+    "labels": Chain("32 pixels, labels alone", _labels("labels")),
+    "labels_mean": Chain(
+        "the same with mean pooling", _labels("labels_mean", "model.pooling=mean")
     ),
-    "labels_slow": Chain(
-        "the same at a third of the rate, twice the batch, a longer warm-up",
-        _grown("labels_slow", "data.batch_size=256", "optimizer.lr=3e-4",
-               "task.warmup_fraction=0.1"),
-        prepare=_grown_images(32),
-    ),
-    "labels_max": Chain(
-        "the same with max pooling",
-        _grown("labels_max", "model.pooling=max"),
-        prepare=_grown_images(32),
-    ),
-    "labels_heads": Chain(
-        "the same with 8 heads of 16",
-        _grown("labels_heads", "model.nheads=8"),
-        prepare=_grown_images(32),
-    ),
+    "labels_heads": Chain("the same with 8 heads of 16", _labels("labels_heads", "model.nheads=8")),
     "labels_pixel": Chain(
         "the same with a linear embedding of grey values",
-        _grown("labels_pixel", "model.embedding=pixel"),
-        prepare=_grown_images(32),
+        _labels("labels_pixel", "model.embedding=pixel"),
     ),
     "labels_hard": Chain(
-        "32 pixels, labels alone, the hard level from the start: the control",
-        _grown("labels_hard", paddles=()),
+        "the same without the curriculum: the control",
+        _labels("labels_hard", "data.curriculum=null"),
     ),
     "listops": Chain(
         "ListOps by a small model; the arena's own, at its rate of 1.6e-3, stays at the commonest "

@@ -223,7 +223,8 @@ def _experiment(run: RunFolder) -> str:
 def _stage(run: RunFolder) -> dict[str, Any]:
     """What tells one stage of a curriculum from another."""
     data = run.config["data"]
-    names = ("size", "level", "num_distractors", "background_up_to", "num_train", "batch_size")
+    names = ("size", "level", "num_distractors", "background_up_to", "curriculum", "num_train",
+             "batch_size")  # fmt: skip
     return {
         "run": run.folder.name,
         **{name: data[name] for name in names if data.get(name) is not None},

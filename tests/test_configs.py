@@ -118,7 +118,7 @@ def small(tmp_path, text, *overrides):
 @pytest.mark.parametrize(
     "experiment, recipe",
     [(name, None) for name in EXPERIMENTS]
-    + [(name, recipe) for name in PATHFINDERS for recipe in ("paper", "fast")],
+    + [(name, recipe) for name in PATHFINDERS for recipe in ("paper", "fast", "labels")],
 )
 def test_experiment_builds(experiment, recipe, tmp_path, source):
     where = None if experiment in PATHFINDERS else source(experiment)
@@ -154,13 +154,20 @@ def test_preset_states_the_published_shape(preset):
 
 @pytest.mark.parametrize("experiment", PATHFINDERS)
 def test_recipes_of_pathfinder_say_what_they_are_given(experiment):
-    """The paper's: labels only, all pixels, 200 epochs. Ours: a dense target, non-zero pixels."""
-    paper, fast = (composed(f"experiment={experiment}", f"recipe={r}") for r in ("paper", "fast"))
+    """The paper's: labels only, all pixels, 200 epochs. Ours: non-zero pixels, and a dense target
+    or a curriculum."""
+    paper, fast, labels = (
+        composed(f"experiment={experiment}", f"recipe={r}") for r in ("paper", "fast", "labels")
+    )
+    assert not (labels.data.dense_target or labels.task.dense_weight)
+    assert not labels.model.num_dense_classes and labels.model.foreground
+    assert labels.data.curriculum[0] == [3, 0, 400]
+    assert sum(steps for *_, steps in labels.data.curriculum) < labels.trainer.max_steps
     assert not (paper.data.dense_target or paper.task.dense_weight or paper.model.foreground)
     assert paper.trainer.max_steps * paper.data.batch_size == 200 * 160_000
     assert paper.model.positions == "learned" and fast.model.positions == "rotary_2d"
     assert fast.data.dense_target and fast.task.dense_weight and fast.model.foreground
-    for cfg in (paper, fast):
+    for cfg in (paper, fast, labels):
         assert cfg.data.level == 14 and cfg.data.num_train == 160_000
         assert cfg.model.image_size == cfg.data.size and cfg.seed == 1111
         train.check_options(cfg)

@@ -10,7 +10,7 @@ import torch
 from data.classification import IGNORED_LABEL
 from data.long_range import LongRangeData, PathfinderData
 from data.order import sample_ids
-from data.pathfinder import make_scenes, render, render_snake_ids
+from data.pathfinder import PathfinderSpec, make_scenes, render, render_snake_ids
 from data.pathfinder_release import export_release
 from tests.loading import opened, take
 
@@ -105,6 +105,34 @@ def test_dim_pixels_become_background(pathfinder):
     assert bright["foreground"].tolist() == expected.view(-1).nonzero()[:, 0].tolist()
     with pytest.raises(ValueError, match="background_up_to must be from 0 to 254, got 255"):
         PathfinderData(size=32, batch_size=1, background_up_to=255)
+
+
+def test_a_curriculum_begins_with_easier_images(pathfinder):
+    """By step: wherever a run goes on, and whatever process asks."""
+    options = dict(curriculum=[[3, 0, 2], [4, 1, 1]], augment=True)
+    data = pathfinder(**options)
+    ids = sample_ids(0, 32, seed=1111, num_samples=30).reshape(4, 8)
+    steps = take(data.train_dataloader(), 4)
+    rungs = [(3, 0, 7), (3, 0, 7), (4, 1, 7), (6, None, 30)]  # 30 / 4 images in an easier set
+    for step, (level, distractors, number) in enumerate(rungs):
+        spec = PathfinderSpec(32, level, num_distractors=distractors)
+        scenes = make_scenes(spec, "train", ids[step] % number)
+        assert steps[step]["labels"].tolist() == scenes["label"].tolist()
+        # As they are, but for turns.
+        sums = render(spec, scenes).reshape(8, -1).sum(1, dtype=np.int64)
+        assert steps[step]["input_ids"].sum(1).tolist() == sums.tolist()
+    assert equal(take(pathfinder(global_step=2, **options).train_dataloader(), 1)[0], steps[2])
+    for rank in (0, 1):
+        (half,) = take(pathfinder(rank, 2, 2, **options).train_dataloader(), 1)
+        assert torch.equal(half["input_ids"], steps[2]["input_ids"][4 * rank : 4 * rank + 4])
+    plain = pathfinder(augment=True)
+    assert (
+        len({plain.fingerprint, data.fingerprint, pathfinder(**options, batch_size=4).fingerprint})
+        == 3
+    )
+    for loaders in ("val_dataloader", "test_dataloader"):
+        pairs = zip(getattr(data, loaders)(), getattr(plain, loaders)(), strict=True)
+        assert all(equal(a, b) for a, b in pairs)
 
 
 def test_augmentation_turns_images_and_targets_alike_and_by_position(pathfinder):
@@ -268,8 +296,13 @@ def test_refusals(pathfinder, tmp_path):
         PathfinderData(size=32, batch_size=0)
     with pytest.raises(ValueError, match="neither a dense target"):
         PathfinderData(size=32, batch_size=1, release=str(tmp_path), dense_target=True)
-    with pytest.raises(ValueError, match="nor another number of distractors"):
+    with pytest.raises(ValueError, match="another number of distractors nor the sets of a curr"):
         PathfinderData(size=32, batch_size=1, release=str(tmp_path), num_distractors=0)
+    for wrong in ([[3, 0]], [3, 0, 1], [[3, 0, 0]], [[3, 0, 1.5]], 3):
+        with pytest.raises(ValueError, match="curriculum must be null or a list of .*, got"):
+            PathfinderData(size=32, batch_size=1, curriculum=wrong)
+    with pytest.raises(ValueError, match="level must be"):
+        PathfinderData(size=32, batch_size=1, curriculum=[[99, 0, 1]])
     with pytest.raises(ValueError, match="batch_size must be a multiple"):
         pathfinder(world_size=3)
     with pytest.raises(RuntimeError, match="must be opened first"):

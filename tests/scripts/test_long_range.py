@@ -186,7 +186,7 @@ def test_images_that_are_prepared_are_those_of_a_stage(monkeypatch):
                 cfg = compose("train", list(stage.options))
             if "pathfinder" in cfg.data._target_.lower():
                 cfg.run_dir, cfg.run_id = "x", "x"
-                wanted.add(instantiate(cfg.data)._folder)
+                wanted.update(instantiate(cfg.data).folders)
         assert set(made) <= wanted and len(set(made)) == len(chain.prepare), name
 
 
