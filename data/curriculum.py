@@ -21,12 +21,12 @@ class Rung(NamedTuple):
 
     Attributes:
         level: paddles a snake.
-        num_distractors: short snakes to try for.
+        num_distractors: short snakes to try for; None is the reference's number.
         steps: optimizer steps that it lasts, at least 1.
     """
 
     level: int
-    num_distractors: int
+    num_distractors: int | None
     steps: int
 
 
@@ -38,14 +38,15 @@ def read_rungs(stated: Sequence[Sequence[int]] | None) -> tuple[Rung, ...]:
     """
     try:
         rungs = tuple(Rung(*row) for row in stated or ())
-        is_whole = all(type(number) is int for rung in rungs for number in rung)
-        is_whole = is_whole and all(rung.steps >= 1 for rung in rungs)
+        numbers = [number for rung in rungs for number in rung if number is not None]
+        is_whole = all(type(number) is int for number in numbers)
+        is_whole = is_whole and all(rung.level and (rung.steps or 0) >= 1 for rung in rungs)
     except TypeError:
         is_whole = False
     if not is_whole:
         raise ValueError(
-            "curriculum must be null or a list of [paddles a snake, distractors, optimizer steps], "
-            f"such as [[3, 0, 200], [6, 0, 400]], got {stated}"
+            "curriculum must be null or a list of [level, num_distractors, optimizer steps], such "
+            f"as [[3, 0, 200], [6, null, 400]], got {stated}"
         )
     return rungs
 

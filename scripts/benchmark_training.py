@@ -4,7 +4,8 @@ instead: python -m scripts.benchmark_training --help
 Each contestant is built in a process of its own; then all take turns, a few steps each, and give
 back what memory they can between them. "trainer" is `python train.py` in ours' setting, with
 loader, logging and the guard against bad steps; it runs alone, and its rate is that of its last
-half. Tokens of BERT are real ones, in sequences as long as English Wikipedia's
+half. It is compared with as many steps of ours without a pause, as a GPU that is kept busy gets
+warm and slower. Tokens of BERT are real ones, in sequences as long as English Wikipedia's
 (scripts/bert_contestants.py).
 """
 
@@ -27,7 +28,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from model.bert import BERT, BERT_BASE, BERT_LARGE
 from model.callbacks import peak_flops
@@ -36,9 +36,6 @@ from scripts.bert_contestants import mean_work
 from scripts.compare_attention import speed
 from scripts.plan import SIZES
 from scripts.records import appended, make_record, read_earlier, write_record
-from scripts.report_page import Block
-from scripts.report_page import Table as ReportTable
-from scripts.svg_plot import Plot
 from scripts.training_contestants import (
     BERT_MODELS,
     CONTESTANTS,
@@ -48,21 +45,16 @@ from scripts.training_contestants import (
     contestants_of,
     release_memory,
 )
+from scripts.training_tables import TITLES, TRAINER, render
 
-TRAINER = "trainer"
-TITLES = {**{name: who.title for name, who in CONTESTANTS.items()}, TRAINER: "ours, train.py"}
-# Who is how far ahead: (ours, rival).
-RATIOS = (("ours", "plain"), ("ours_bf16", "plain"), ("ours_dropout", "plain_dropout"),
-          ("ours_dropout", "hf_eager"), (TRAINER, "ours"), ("bert", "bert_hf_compiled"),
-          ("bert", "bert_hf_sdpa"), ("bert", "bert_hf_eager"))  # fmt: skip
 BERT_SIZES = {"bert_base": BERT_BASE, "bert_large": BERT_LARGE}
 _GPT_CONTEXTS, _BERT_CONTEXTS = (1024, 2048, 4096, 8192, 16384, 65536), (512,)
 _TRAINER_STEPS = 60
 
 
 def serve(pipe: Connection, name: str, setting: Setting) -> None:
-    """A contestant's process: build, say so, then answer ("time", steps) with the seconds of a step
-    and ("profile", count) with slowest_kernels."""
+    """A contestant's process: build, say so, then answer ("time", steps) with seconds a step,
+    ("sustain", steps) with those of the last half and ("profile", count) with slowest_kernels."""
     try:
         racer = build_racer(name, setting)
         peak = peak_gib(racer.step)
@@ -80,11 +72,15 @@ def serve(pipe: Connection, name: str, setting: Setting) -> None:
         if wish == "profile":
             answer = slowest_kernels(racer.step, number)
         else:
-            begin = time.perf_counter()
-            for _ in range(number):
+            ahead = number // 2 if wish == "sustain" else 0
+            for _ in range(ahead):
                 racer.step()
             _wait()
-            answer = (time.perf_counter() - begin) / number
+            begin = time.perf_counter()
+            for _ in range(number - ahead):
+                racer.step()
+            _wait()
+            answer = (time.perf_counter() - begin) / (number - ahead)
         release_memory()
         pipe.send(answer)
 
@@ -178,8 +174,10 @@ def race(
     steps: int,
     num_kernels: int = 0,
     at_once: int = 1,
+    sustained_steps: int = 0,
 ) -> list[dict]:
-    """A row for each contestant: medians over the rounds. `at_once` are built together."""
+    """A row for each contestant: medians over the rounds. `at_once` are built together; ours goes
+    on for `sustained_steps` at the end."""
     contest = Contest(setting)
     try:
         groups = [names[i : i + at_once] for i in range(0, len(names), at_once)]
@@ -200,6 +198,9 @@ def race(
                     seconds[name].append(answer)
         for name in seconds if num_kernels else ():
             facts[name]["kernels_ms"] = ask(pipes[name], "profile", num_kernels) or {}
+        if sustained_steps and "ours" in seconds:
+            lasting = ask(pipes["ours"], "sustain", sustained_steps)
+            facts["ours"]["sustained_tokens_per_s"] = lasting and setting.tokens / lasting
     finally:
         contest.close()
     medians = {name: statistics.median(found) for name, found in seconds.items()}
@@ -263,67 +264,6 @@ def row_of(name: str, setting: Setting, facts: dict, tokens_per_s: float | None)
     return row
 
 
-def speed_table(record: dict) -> tuple[list[str], list[list[str]]]:
-    """(Header, rows): thousand tokens a second and GiB of each contestant, then the ratios."""
-    cells = {(r["model"], r["seqlen"], r["impl"]): r for r in record["rows"]}
-    names = [name for name in TITLES if any(key[2] == name for key in cells)]
-    ratios = [pair for pair in RATIOS if set(pair) <= set(names)]
-    header = ["thousand tokens/s (GiB)", *(TITLES[name] for name in names)]
-    header += [f"{TITLES[a]} / {TITLES[b]}" for a, b in ratios]
-    lines = []
-    models = list(dict.fromkeys(key[0] for key in cells))
-    for model, seqlen in sorted({key[:2] for key in cells}, key=lambda k: (models.index(k[0]), k)):
-        found = {name: cells.get((model, seqlen, name), {}) for name in names}
-        rates = {name: row.get("tokens_per_s") for name, row in found.items()}
-        line = [f"{model}, {seqlen:,}"]
-        for name, rate in rates.items():
-            gib = found[name].get("peak_gib")
-            memory = f" ({gib:.1f})" if gib else ""
-            line.append(f"{rate / 1000:.4g}{memory}" if rate else "-")
-        for a, b in ratios:
-            line.append(f"{rates[a] / rates[b]:.2f}" if rates[a] and rates[b] else "-")
-        lines.append(line)
-    return header, lines
-
-
-def report_blocks(record: dict) -> list[Block]:
-    """The table and, for each model, the rates over the context."""
-    header, lines = speed_table(record)
-    rows = [row for row in record["rows"] if row["tokens_per_s"]]
-    blocks: list[Block] = [ReportTable(header, lines, "An optimizer step, medians")]
-    for model in dict.fromkeys(row["model"] for row in rows):
-        series = {
-            TITLES[name]: sorted(
-                (row["seqlen"], row["tokens_per_s"] / 1000)
-                for row in rows
-                if (row["model"], row["impl"]) == (model, name)
-            )
-            for name in TITLES
-        }
-        series = {name: points for name, points in series.items() if len(points) > 1}
-        if series:
-            blocks.append(Plot(f"Training {model}", "context", "thousand tokens/s", series))
-    return blocks
-
-
-def render(record: dict, console: Console) -> None:
-    header, lines = speed_table(record)
-    table = Table(*header, title="training")
-    for line in lines:
-        table.add_row(*line)
-    console.print(table)
-    for row in record["rows"]:
-        if row.get("samples_per_s"):
-            console.print(
-                f"{row['impl']}, {row['model']} {row['seqlen']}: {row['samples_per_s']:.1f} "
-                f"sequences/s of {row['mean_length']:.1f} tokens"
-            )
-        if row["failure"]:
-            console.print(f"{row['impl']}, {row['model']} {row['seqlen']}: {row['failure']}")
-        for name, ms in row.get("kernels_ms", {}).items():
-            console.print(f"{row['impl']}, {row['model']} {row['seqlen']}: {ms:8.3f} ms {name}")
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -377,7 +317,16 @@ def main() -> None:
         for seqlen in args.contexts or (_BERT_CONTEXTS if model in BERT_MODELS else _GPT_CONTEXTS):
             setting = Setting(model, seqlen, args.tokens, overrides=tuple(args.overrides))
             racers = [name for name in names if name != TRAINER]
-            rows += race(setting, racers, args.rounds, args.steps, args.kernels, args.build_at_once)
+            sustained = _TRAINER_STEPS if TRAINER in names else 0
+            rows += race(
+                setting,
+                racers,
+                args.rounds,
+                args.steps,
+                args.kernels,
+                args.build_at_once,
+                sustained,
+            )
             if TRAINER in names:
                 rows.append(run_trainer(setting))
             settings = {k: v for k, v in vars(args).items() if k != "output"}

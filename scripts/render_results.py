@@ -11,8 +11,8 @@ from pathlib import Path
 
 from scripts.accuracy_tables import accuracy_table, readme_title
 from scripts.attention_tables import speed_table
-from scripts.benchmark_training import speed_table as training_table
 from scripts.trained_tables import loss_verdict
+from scripts.training_tables import speed_table as training_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "scripts" / "results"

@@ -7,7 +7,6 @@ from typing import Any
 from scripts import benchmark_fused, benchmark_generation, benchmark_long_range
 from scripts.accuracy_tables import accuracy_blocks
 from scripts.attention_tables import IMPLEMENTATION_NAMES, RIVAL_NAMES, speed_table
-from scripts.benchmark_training import report_blocks
 from scripts.block_sparse_tables import block_sparse_blocks
 from scripts.hbm_tables import hbm_blocks
 from scripts.paper_numbers import (
@@ -22,6 +21,7 @@ from scripts.paper_numbers import (
 from scripts.report_page import Block, Section, Table
 from scripts.svg_plot import Plot
 from scripts.trained_tables import PAPER_TOKENS, loss_verdict, results
+from scripts.training_tables import report_blocks
 
 _LAST_SUITES = ("host",)
 _COLOURS = {name: i for i, name in enumerate(IMPLEMENTATION_NAMES.values())}

@@ -109,11 +109,11 @@ def test_dim_pixels_become_background(pathfinder):
 
 def test_a_curriculum_begins_with_easier_images(pathfinder):
     """By step: wherever a run goes on, and whatever process asks."""
-    options = dict(curriculum=[[3, 0, 2], [4, 1, 1]], augment=True)
+    options = dict(curriculum=[[3, 0, 2], [4, None, 1]], augment=True)
     data = pathfinder(**options)
     ids = sample_ids(0, 32, seed=1111, num_samples=30).reshape(4, 8)
     steps = take(data.train_dataloader(), 4)
-    rungs = [(3, 0, 7), (3, 0, 7), (4, 1, 7), (6, None, 30)]  # 30 / 4 images in an easier set
+    rungs = [(3, 0, 7), (3, 0, 7), (4, None, 7), (6, None, 30)]  # 30 / 4 images in an easier set
     for step, (level, distractors, number) in enumerate(rungs):
         spec = PathfinderSpec(32, level, num_distractors=distractors)
         scenes = make_scenes(spec, "train", ids[step] % number)
@@ -298,7 +298,7 @@ def test_refusals(pathfinder, tmp_path):
         PathfinderData(size=32, batch_size=1, release=str(tmp_path), dense_target=True)
     with pytest.raises(ValueError, match="another number of distractors nor the sets of a curr"):
         PathfinderData(size=32, batch_size=1, release=str(tmp_path), num_distractors=0)
-    for wrong in ([[3, 0]], [3, 0, 1], [[3, 0, 0]], [[3, 0, 1.5]], 3):
+    for wrong in ([[3, 0]], [3, 0, 1], [[3, 0, 0]], [[3, 0, 1.5]], [[None, 0, 1]], 3):
         with pytest.raises(ValueError, match="curriculum must be null or a list of .*, got"):
             PathfinderData(size=32, batch_size=1, curriculum=wrong)
     with pytest.raises(ValueError, match="level must be"):

@@ -11,14 +11,13 @@ from scripts.benchmark_training import (
     Contest,
     ask,
     race,
-    report_blocks,
     row_of,
     run_trainer,
     serve,
-    speed_table,
 )
 from scripts.bert_contestants import mean_work, random_steps, wikipedia_lengths
 from scripts.training_contestants import Racer, Setting, build_racer
+from scripts.training_tables import report_blocks, speed_table
 
 TINY = Setting("gpt2_tiny", seqlen=16, tokens=64, compile=False)
 BERT = Setting("bert_tiny", seqlen=32, tokens=128, compile=False)
@@ -167,9 +166,10 @@ def test_who_finds_too_little_memory_beside_others_is_built_alone(monkeypatch):
 
 def test_race():
     """In a process of its own."""
-    (row,) = race(TINY, ["ours"], rounds=2, steps=1, num_kernels=3)
+    (row,) = race(TINY, ["ours"], rounds=2, steps=1, num_kernels=3, sustained_steps=3)
     assert row["impl"] == "ours" and row["failure"] is None
     assert row["tokens_per_s"] > 0 and row["micro_batch"] == 4
+    assert row["sustained_tokens_per_s"] > 0
     total, *slowest = row["kernels_ms"].values()
     assert len(slowest) == 3 and sorted(slowest, reverse=True) == slowest
     assert 0 < sum(slowest) <= total
@@ -202,6 +202,9 @@ def test_table_of_rates_and_ratios():
     header, lines = speed_table({"rows": rows})
     assert lines == [["gpt2_small, 1,024", "600 (25.0)", "500 (40.7)", "-", "1.20"]]
     assert header[-1] == "ours / plain recipe, SDPA, compiled"
+    lasting = {**rows[0], "sustained_tokens_per_s": 580_000.0}
+    header, lines = speed_table({"rows": [lasting, row_of("trainer", setting, facts, 570_000.0)]})
+    assert header[-1] == "ours, train.py / ours" and lines[0][-1] == "0.98", "of the same length"
     rows += [{**row, "seqlen": 4096, "tokens_per_s": 4e5} for row in rows[:1]]
     table, plot = report_blocks({"rows": rows})
     assert len(table.rows) == 2
