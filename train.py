@@ -136,6 +136,11 @@ def build(cfg: DictConfig) -> tuple[DictConfig, Run, Any, Any, Trainer]:
     on_gpu = choose_precision(cfg)
     data = instantiate(cfg.data)
     check_model_fits_data(cfg.model, data)
+    if data.curriculum_steps >= cfg.trainer.max_steps > 0:
+        raise ValueError(
+            f"data.curriculum must end before the run: it lasts {data.curriculum_steps} steps, "
+            f"trainer.max_steps is {cfg.trainer.max_steps}; train longer, or data.curriculum=null"
+        )
     callbacks = instantiate_all(cfg.callbacks)
     trainer = instantiate(
         cfg.trainer,

@@ -54,7 +54,8 @@ class ClassificationData(SteppedData):
     step, batch_size / world_size examples: a dict of `input_ids`, (batch, seqlen) int64, or
     (batch, 2, seqlen) where an example is a pair; `labels`, (batch,) int64; `lengths`, (batch,) or
     (batch, 2) int64, real tokens at the start of each sequence. Subclasses may add entries. The
-    order depends on `seed` alone: not on workers, processes or batch_size.
+    order depends on `seed` alone: not on workers, processes or batch_size (but for a curriculum's
+    end, which is stated in steps).
 
     The validation and test loaders give each example once over all processes, in order. All their
     batches have the same number of examples: what is missing at the end repeats the last one with

@@ -1,7 +1,7 @@
 """A curriculum: the first steps of a run come from easier sets than the rest and the held-out data.
 
-All is a function of the step, as with a context warm-up: nothing has to be saved for a resume, and
-every number of processes and workers sees the same.
+All is a function of the position in the run: nothing has to be saved for a resume, and every number
+of processes and workers sees the same.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ def read_rungs(stated: Sequence[Sequence[int]] | None) -> tuple[Rung, ...]:
 class CurriculumExamples:
     """Examples whose training batches come from easier ones at first.
 
+    Attributes:
+        ends: the position, in samples, at which each easier set ends.
+        plan: equal for equal easier examples in equal places.
+
     Args:
         easier: (steps that it lasts, examples), in their order. An image stands for all samples
             whose id leaves the same remainder when divided by the number of its set.
@@ -66,10 +70,11 @@ class CurriculumExamples:
     ) -> None:
         self._sets = [*(examples for _, examples in easier), last]
         steps = [steps for steps, _ in easier]
-        self._ends = np.cumsum(steps) * batch_size  # positions
+        self.ends = np.cumsum(steps) * batch_size
+        self.fingerprint = last.fingerprint
         self._last = last
-        identity = [[examples.fingerprint for examples in self._sets], self._ends.tolist()]
-        self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+        identity = [[examples.fingerprint for _, examples in easier], self.ends.tolist()]
+        self.plan = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
 
     def num_examples(self, split: str) -> int:
         return self._last.num_examples(split)
@@ -77,5 +82,5 @@ class CurriculumExamples:
     def batch(self, split: str, ids: np.ndarray, *, positions: np.ndarray | None = None) -> Batch:
         if positions is None:
             return self._last.batch(split, ids)
-        examples = self._sets[np.searchsorted(self._ends, positions[0], side="right")]
+        examples = self._sets[np.searchsorted(self.ends, positions[0], side="right")]
         return examples.batch(split, ids % examples.num_examples(split), positions=positions)

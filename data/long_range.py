@@ -211,6 +211,18 @@ class PathfinderData(ClassificationData):
             self._seed if augment else None,
         )
 
+    @property
+    def curriculum_steps(self) -> int:
+        return sum(rung.steps for rung in self._rungs)
+
+    @property
+    def fingerprint(self) -> str:
+        """Until the curriculum ends a step has other images if that or the batch is another one."""
+        examples = self.examples
+        if isinstance(examples, CurriculumExamples) and self.position < examples.ends[-1]:
+            return f"{super().fingerprint}-batch{self.batch_size}-curriculum{examples.plan}"
+        return super().fingerprint
+
     def prepare_data(self) -> None:
         """Make the sets that are missing. Called on one process of each machine."""
         if self._release is None:

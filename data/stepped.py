@@ -84,6 +84,11 @@ class SteppedData(lightning.LightningDataModule):
         return None
 
     @property
+    def curriculum_steps(self) -> int:
+        """Optimizer steps at the start of a run whose samples are easier than those held out."""
+        return 0
+
+    @property
     def contexts(self) -> tuple[int, ...]:
         """Tokens of a training sequence, in each stage of the run."""
         return (self.seqlen,)

@@ -1,6 +1,7 @@
 """Accuracies of classifiers, each beside its supervision, its data and its floor."""
 
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from scripts.paper_numbers import TRAINING
@@ -89,10 +90,16 @@ def _data(row: dict[str, Any]) -> str:
     if not stages or not all(stage.get("size") for stage in stages):
         return "-"
     parts = []
-    for (size, distractors), group in groupby(
-        stages, lambda stage: (stage["size"], stage.get("num_distractors"))
-    ):
-        levels = [str(level) for level in dict.fromkeys(stage["level"] for stage in group)]
+    sets = [
+        (stage["size"], level, distractors)
+        for stage in stages
+        for level, distractors, _ in [
+            *stage.get("curriculum", []),
+            (stage["level"], stage.get("num_distractors"), None),
+        ]
+    ]
+    for (size, distractors), group in groupby(sets, itemgetter(0, 2)):
+        levels = [str(level) for level in dict.fromkeys(level for _, level, _ in group)]
         text = f"{size} px, level{'s' * (len(levels) > 1)} {', '.join(levels)}"
         if distractors is not None:
             text += f" with {distractors or 'no'} distractors"

@@ -39,7 +39,7 @@ from scripts.timing import (
 
 OURS = ("flash_portable", "flash_hopper")
 # Rows that are alike in these are measured in turns, or one after the other.
-JOB = ("suite", "headdim", "causal", "seqlen")
+JOB = ("suite", "headdim", "causal", "seqlen", "padded")
 SUITES = ("speed", "dropout", "packed", "paper", "host")
 
 

@@ -200,7 +200,10 @@ def race(
             facts[name]["kernels_ms"] = ask(pipes[name], "profile", num_kernels) or {}
         if sustained_steps and "ours" in seconds:
             lasting = ask(pipes["ours"], "sustain", sustained_steps)
-            facts["ours"]["sustained_tokens_per_s"] = lasting and setting.tokens / lasting
+            if lasting is None:
+                facts["ours"]["failure"] = "its process ended in steps without a pause"
+            else:
+                facts["ours"]["sustained_tokens_per_s"] = setting.tokens / lasting
     finally:
         contest.close()
     medians = {name: statistics.median(found) for name, found in seconds.items()}

@@ -87,7 +87,8 @@ def _balanced(name: str, *options: str) -> Stage:
 
 
 def _labels(name: str, *options: str, experiment: str = "lra_pathfinder") -> tuple[Stage, ...]:
-    base = (f"experiment={experiment}", "recipe=labels", *options)
+    workers = 3 if experiment == "lra_pathfinder" else 8
+    base = (f"experiment={experiment}", "recipe=labels", f"data.num_workers={workers}", *options)
     tested = _balanced(name, *base, "data.curriculum=null", "data.val_batch_size=100")
     return (Stage(name, (*base, _COMPILED)), tested)
 

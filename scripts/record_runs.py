@@ -310,7 +310,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         record = record_of(args.runs, args.output.stem, args.note)
-        earlier = read_earlier(args.output, args.append)
+        earlier = read_earlier(args.output, args.append, of_this_machine=False)
         record = appended(earlier, record, key=lambda row: row["run"])
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -50,14 +50,31 @@ def write_record(path: str | Path, record: dict) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def read_earlier(path: Path, append: bool) -> dict | None:
-    """The record that a run adds to: that of `path`, if it is to append and there is one."""
-    return json.loads(path.read_text()) if append and path.exists() else None
+def read_earlier(path: Path, append: bool, *, of_this_machine: bool = True) -> dict | None:
+    """The record that a run adds to: that of `path`, if it is to append and there is one.
+
+    Raises:
+        SystemExit: rows of this machine would stand among those of other hardware, or of another
+            torch or triton, under one name.
+    """
+    if not append or not path.exists():
+        return None
+    earlier: dict = json.loads(path.read_text())
+    here = environment()
+    pairs = [("hardware", earlier["hardware"], here["hardware"])]
+    pairs += [(n, earlier["versions"].get(n), here["versions"].get(n)) for n in ("torch", "triton")]
+    for name, before, now in pairs if of_this_machine else ():
+        if before != now:
+            raise SystemExit(
+                f"error: --append needs the {name} of {path}, {before}, got {now}: give another "
+                "--output"
+            )
+    return earlier
 
 
 def appended(earlier: dict | None, record: dict, key: Callable[[dict], Any]) -> dict:
-    """`record` behind those rows of an earlier one whose key it has not, with the commands of both;
-    date, versions and hardware are the newer's.
+    """`record` behind those rows of an earlier one whose key it has not, with the commands of both
+    and lists of their settings joined; date, revision and the rest are the newer's.
 
     Args:
         key: alike for rows that are compared with each other: they stay of one run.
@@ -67,9 +84,15 @@ def appended(earlier: dict | None, record: dict, key: Callable[[dict], Any]) -> 
     new = {key(row) for row in record["rows"]}
     kept = [row for row in earlier["rows"] if key(row) not in new]
     commands = [*earlier["command"].split(" && "), record["command"]]
+    settings = {**earlier["settings"], **record["settings"]}
+    for name, value in settings.items():
+        before = earlier["settings"].get(name)
+        if isinstance(value, list) and isinstance(before, list):
+            settings[name] = [*before, *(item for item in value if item not in before)]
     return {
         **record,
         "command": " && ".join(dict.fromkeys(commands)),
+        "settings": settings,
         "rows": kept + record["rows"],
     }
 

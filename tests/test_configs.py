@@ -173,6 +173,14 @@ def test_recipes_of_pathfinder_say_what_they_are_given(experiment):
         train.check_options(cfg)
 
 
+def test_a_curriculum_ends_before_the_run(tmp_path):
+    options = ["experiment=lra_pathfinder", "recipe=labels", "trainer=cpu"]
+    with pytest.raises(
+        ValueError, match="lasts 4000 steps, trainer.max_steps is 3000; train longer"
+    ):
+        train.build(small(tmp_path, None, *options, "trainer.max_steps=3000"))
+
+
 @pytest.mark.parametrize("experiment", PAPER)
 def test_experiment_states_the_recipe_of_the_paper(experiment):
     cfg = composed(f"experiment={experiment}")

@@ -1,4 +1,4 @@
-"""Guards of recipe=fast: a small version of it, as train.py runs it, learns what it is taught."""
+"""Guards of our recipes: small versions, as train.py runs them, learn what they are taught."""
 
 from pathlib import Path
 
@@ -48,5 +48,17 @@ def test_small_pathfinder_is_learned_above_what_its_discs_tell(tmp_path, one_thr
     options = ["data.balanced=true", "data.num_train=20000", "data.num_val=1000"]
     options += ["trainer.max_steps=1200", "task.final_lr_fraction=0.3", "data.num_test=0"]
     data, task, trainer = fit(tmp_path, *options, "trainer.val_check_interval=1200")
+    print(data.comparison("val").line)
+    assert trainer.callback_metrics["val/accuracy"] > 0.65
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_labels_alone_teach_longer_snakes_after_short_ones(tmp_path, one_thread):
+    """recipe=labels, at the end on snakes of 6 paddles, whose discs tell nothing of the labels."""
+    options = ["recipe=labels", "data.curriculum=[[3,0,600],[4,0,400]]", "data.batch_size=64"]
+    options += ["data.num_distractors=0", "data.balanced=true", "data.num_train=40000"]
+    options += ["data.num_val=1000", "data.num_test=0", "trainer.max_steps=1800"]
+    data, task, trainer = fit(tmp_path, *options, "trainer.val_check_interval=1800")
     print(data.comparison("val").line)
     assert trainer.callback_metrics["val/accuracy"] > 0.65

@@ -164,6 +164,7 @@ def _consume(
     NAMES_DS: gl.constexpr = BLOCK_M == 64
     DS_NUMBER: gl.constexpr = FIRST_NAMED + STAGES
     DS_THREADS: gl.constexpr = 256
+    gl.static_assert(DS_NUMBER + 4 <= 16, "a block has 16 barriers")
     q_smem, dout_smem, k_smem, v_smem = buffers
     lse_smem, delta_smem, row_keys_smem, row_multipliers_smem = row_buffers
     k_full, v_full, q_full, do_full = barriers

@@ -56,6 +56,7 @@ def arrive_warpgroup(barrier):
 
 # Of the hardware's 16 barriers of a block. Triton gives one to each partition, from 0 on.
 FIRST_NAMED = gl.constexpr(8)
+# They say that memory changes: no access moves across them.
 _ARRIVE = gl.constexpr("bar.arrive $1, $2;\nmov.u32 $0, 0;")
 _SYNC = gl.constexpr("bar.sync $1, $2;\nmov.u32 $0, 0;")
 
@@ -66,8 +67,9 @@ def named_arrive(number, THREADS: gl.constexpr):
     on. They need not wait for each other, as for the arrival at an mbarrier."""
     lanes = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise(
-        _ARRIVE, "=r,r,r", [lanes + number, lanes + THREADS], gl.int32, is_pure=False, pack=1
-    )
+        _ARRIVE, "=r,r,r,~{memory}", [lanes + number, lanes + THREADS], gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -75,8 +77,9 @@ def named_sync(number, THREADS: gl.constexpr):
     """The same, and the partition waits until THREADS threads have arrived."""
     lanes = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise(
-        _SYNC, "=r,r,r", [lanes + number, lanes + THREADS], gl.int32, is_pure=False, pack=1
-    )
+        _SYNC, "=r,r,r,~{memory}", [lanes + number, lanes + THREADS], gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

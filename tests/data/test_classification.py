@@ -126,10 +126,13 @@ def test_a_curriculum_begins_with_easier_images(pathfinder):
         (half,) = take(pathfinder(rank, 2, 2, **options).train_dataloader(), 1)
         assert torch.equal(half["input_ids"], steps[2]["input_ids"][4 * rank : 4 * rank + 4])
     plain = pathfinder(augment=True)
-    assert (
-        len({plain.fingerprint, data.fingerprint, pathfinder(**options, batch_size=4).fingerprint})
-        == 3
-    )
+    assert data.curriculum_steps == 3 and plain.curriculum_steps == 0
+    # Another batch or curriculum would change the steps of this one, and none behind it.
+    others = [dict(options, batch_size=4), dict(options, curriculum=[[3, 0, 3]]), {}]
+    during = {pathfinder(global_step=2, **other).fingerprint for other in (options, *others)}
+    assert len(during) == 4
+    behind = {pathfinder(global_step=6, **other).fingerprint for other in (options, *others)}
+    assert behind == {plain.fingerprint}
     for loaders in ("val_dataloader", "test_dataloader"):
         pairs = zip(getattr(data, loaders)(), getattr(plain, loaders)(), strict=True)
         assert all(equal(a, b) for a, b in pairs)

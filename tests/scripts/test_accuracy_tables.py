@@ -34,6 +34,8 @@ def test_the_balanced_set_stands_beside_the_test_of_the_same_weights():
     ]
     easy["trained"].append({"run": "d", "size": 128, "level": 14})
     assert cells(easy)[0][2] == "128 px, levels 6, 14 with no distractors; then 128 px, level 14"
+    easy["trained"] = [{"run": "d", "size": 32, "level": 14, "curriculum": [[3, 0, 9], [6, 0, 9]]}]
+    assert cells(easy)[0][2] == "32 px, levels 3, 6 with no distractors; then 32 px, level 14"
     assert cells(*rows) == [
         ["pathx", "label and dense target", "128 px, levels 6, 14; then 256 px, level 14",
          "non-zero pixels", "90.00 +- 1.00 %", "80.00 +- 1.00 %", "55.00 +- 0.70 %", "4.2"],
