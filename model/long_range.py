@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from model.attention import Attention, Packing, auto_attention
 from model.block_sparse import BlockSparseAttention, layer_attention
-from model.positions import Positions
+from model.positions import ROTARY, Positions
 from model.transformer import Block, add_and_norm, check_sizes
 
 EMBEDDINGS = ("token", "pixel")
@@ -44,11 +44,11 @@ class LongRangeClassifier(nn.Module):
         headdim: width of a head; None means dim / nheads.
         mlp_dim: hidden width of the MLPs and of the head; None means 4 dim.
         embedding: "token", a vector a value; "pixel", linear in value / (vocab_size - 1).
-        positions: "learned", "sinusoidal", "learned_2d" or "rotary_2d" (model.positions).
-        rotary_wavelengths: shortest and longest of rotary_2d, in pixels.
-        nearness: of rotary_2d, at least 0: where the biases of queries and keys start, so that
+        positions: "learned", "sinusoidal", "learned_2d", "rotary" or "rotary_2d" (model.positions).
+        rotary_wavelengths: shortest and longest of the last two, in tokens or pixels.
+        nearness: of those, at least 0: where the biases of queries and keys start, so that
             attention does near by. The score of a pair then has nearness ** 2 / sqrt(headdim) times
-            the sum of all planes' cosines of their distance, the largest for a pixel and itself.
+            the sum of all planes' cosines of their distance, the largest for a token and itself.
         pooling: "mean" or "max" of real tokens, or "cls", a learned token before all others.
         num_towers: 2 for pairs: the head sees both, their product and their difference.
         foreground: pixels of value 0 are padding, as in the arena's own model: neither seen nor
@@ -328,9 +328,9 @@ def _check(config: dict) -> None:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {config[name]!r}")
     if config["num_towers"] not in (1, 2):
         raise ValueError(f"num_towers must be 1 or 2, got {config['num_towers']}")
-    if config["nearness"] < 0 or (config["nearness"] and config["positions"] != "rotary_2d"):
+    if config["nearness"] < 0 or (config["nearness"] and config["positions"] not in ROTARY):
         raise ValueError(
-            f"nearness must be at least 0, and 0 without positions=rotary_2d, got "
+            f"nearness must be at least 0, and 0 without rotary positions, got "
             f"{config['nearness']} with {config['positions']}"
         )
     size = config["image_size"]

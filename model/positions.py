@@ -1,8 +1,10 @@
-"""Positions of tokens: learned, sinusoidal, learned by row and column, rotary in two dimensions.
+"""Positions of tokens: learned, sinusoidal, learned by row and column, rotary in one dimension or
+two.
 
 Tokens of an image are its pixels, row by row: token i of an image of width w is at (i // w, i % w).
-Rotary positions after Su et al. (arXiv 2104.09864), half the planes of a head turning with y and
-half with x, so that scores depend on the offset of two pixels and not on their places.
+Rotary positions after Su et al. (arXiv 2104.09864), so that scores depend on the distance of two
+tokens and not on their places; in two dimensions half the planes of a head turn with y and half
+with x.
 """
 
 import math
@@ -14,7 +16,8 @@ from torch.nn import functional as F
 
 #: How a learned table grows, see extend_positions.
 EXTENSIONS = ("tile", "interpolate")
-POSITIONS = ("learned", "sinusoidal", "learned_2d", "rotary_2d")
+ROTARY = ("rotary", "rotary_2d")
+POSITIONS = ("learned", "sinusoidal", "learned_2d", *ROTARY)
 
 
 class Positions(nn.Module):
@@ -25,13 +28,13 @@ class Positions(nn.Module):
         seqlen: number of positions.
         dim: width of the embeddings.
         width: of the image, seqlen / height; None where tokens form no image.
-        headdim: width of a head; for rotary_2d, a multiple of 4.
-        wavelengths: shortest and longest of rotary_2d, in pixels. They are not scaled with the
-            image: a model of small images reads larger ones.
+        headdim: width of a head; for rotary a multiple of 2, for rotary_2d of 4.
+        wavelengths: shortest and longest of those, in tokens or pixels. They are not scaled with
+            the image: a model of small images reads larger ones.
 
     Raises:
         ValueError: another kind, a kind in two dimensions without an image, a headdim that is no
-            multiple of 4, wavelengths that are not positive and rising.
+            such multiple, wavelengths that are not positive and rising.
     """
 
     table_fixed: Tensor
@@ -65,15 +68,16 @@ class Positions(nn.Module):
             self.register_buffer("table_fixed", sinusoids(seqlen, dim), persistent=False)
         else:
             shortest, longest = self.wavelengths
-            if headdim % 4:
+            unit = 4 if kind == "rotary_2d" else 2
+            if headdim % unit:
                 raise ValueError(
-                    f"rotary_2d needs a headdim that is a multiple of 4, got {headdim}"
+                    f"{kind} needs a headdim that is a multiple of {unit}, got {headdim}"
                 )
             if not 0.0 < shortest <= longest:
                 raise ValueError(
                     f"rotary wavelengths must be positive and rise, got {shortest} and {longest}"
                 )
-            steps = torch.linspace(0.0, 1.0, headdim // 4)
+            steps = torch.linspace(0.0, 1.0, headdim // unit)
             waves = shortest * (longest / shortest) ** steps
             self.register_buffer("frequencies", 2.0 * math.pi / waves, persistent=False)
 
@@ -83,7 +87,7 @@ class Positions(nn.Module):
         Args:
             index: int64, broadcasts to (batch, seqlen); None stands for 0, 1, 2, ...
         """
-        if self.kind == "rotary_2d":
+        if self.kind in ROTARY:
             return x
         if self.kind == "learned_2d":
             return x + self._rows_and_columns(x.shape[1], index)
@@ -102,12 +106,14 @@ class Positions(nn.Module):
         Args:
             index: as in `add`.
         """
-        if self.kind != "rotary_2d":
+        if self.kind not in ROTARY:
             return None
         if index is None:
             index = torch.arange(seqlen, device=self.frequencies.device)[None]
-        y, x = (index // self.width).float(), (index % self.width).float()
-        angles = torch.cat([y[..., None] * self.frequencies, x[..., None] * self.frequencies], -1)
+        places = [index]
+        if self.kind == "rotary_2d":
+            places = [index // self.width, index % self.width]
+        angles = torch.cat([place.float()[..., None] * self.frequencies for place in places], -1)
         return angles.cos()[:, :, None], angles.sin()[:, :, None]
 
 

@@ -165,11 +165,13 @@ CHAINS = {
         _labels("labels_hard", "data.curriculum=null"),
     ),
     "listops": Chain(
-        "ListOps by a small model; the arena's own, at its rate of 1.6e-3, stays at the commonest "
-        "class",
+        "ListOps by a small model with rotary positions; the arena's own, at its rate of 1.6e-3, "
+        "stays at the commonest class",
         (
             Stage("listops", ("experiment=lra_listops", "model.depth=2", "model.dim=128",
                               "model.nheads=2", "model.mlp_dim=256", "model.pooling=mean",
+                              "model.positions=rotary", "model.nearness=1.5",
+                              "model.rotary_wavelengths=[4.0,4096.0]",
                               "optimizer.lr=1e-3", "task.decay=cosine",
                               "task.warmup_fraction=0.05", "data.batch_size=64",
                               "data.num_workers=3", "trainer.val_check_interval=500",

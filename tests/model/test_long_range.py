@@ -221,7 +221,7 @@ def test_flops_are_told_where_all_pixels_count():
         ({"embedding": "patch"}, "embedding must be one of token, pixel"),
         ({"pooling": "last"}, "pooling must be one of mean, max, cls"),
         ({"num_towers": 3}, "num_towers must be 1 or 2"),
-        ({"nearness": 1.5}, "nearness must be at least 0, and 0 without positions=rotary_2d"),
+        ({"nearness": 1.5}, "nearness must be at least 0, and 0 without rotary positions"),
         ({"image_size": 5}, "max_seqlen must be image_size .. 2 = 25, got 40"),
         ({"foreground": True}, "foreground needs an image_size"),
         ({"num_towers": 2, "num_dense_classes": 2}, "dense head needs one tower"),

@@ -5,6 +5,7 @@ import torch
 
 from model.positions import (
     POSITIONS,
+    ROTARY,
     Positions,
     extend_positions,
     resize_positions,
@@ -24,7 +25,7 @@ def test_index_selects_the_positions_that_order_gives(kind):
     index = torch.stack([torch.randperm(36), torch.randperm(36)])
     added = layer.add(torch.zeros_like(x), None)
     torch.testing.assert_close(layer.add(torch.zeros_like(x), index)[0], added[0, index[0]])
-    if kind == "rotary_2d":
+    if kind in ROTARY:
         assert layer.add(x, index) is x
         whole, chosen = layer.rotary(36, None), layer.rotary(36, index)
         for a, b in zip(whole, chosen, strict=True):
@@ -56,6 +57,16 @@ def test_rotary_scores_do_not_change_when_both_pixels_move(shift):
     other = rotate(k, *layer.rotary(9, (places[:, 1] * size + places[:, 0])[None]))
     moved = torch.einsum("bihd,bjhd->bhij", rotate(q, *turn), other)
     assert (moved - scores[0]).abs().max() > 0.1, "places do matter"
+
+
+def test_rotary_in_one_dimension_turns_with_the_place_alone():
+    """After equation 34 of arXiv 2104.09864: plane i by place * frequency i."""
+    layer = positions("rotary", headdim=8, wavelengths=(4.0, 256.0))
+    cos, sin = layer.rotary(36, None)
+    waves = torch.tensor([4.0, 16.0, 64.0, 256.0])
+    angles = 2 * torch.pi * torch.arange(36)[:, None] / waves
+    torch.testing.assert_close(cos[0, :, 0], angles.cos(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sin[0, :, 0], angles.sin(), atol=1e-5, rtol=1e-5)
 
 
 def test_rotary_of_a_larger_image_is_the_same_function_of_the_place():
@@ -94,7 +105,8 @@ def test_grown_positions_repeat_each_vector_over_its_block():
         ({"kind": "absolute"}, "positions must be one of learned, .*got 'absolute'"),
         ({"kind": "rotary_2d", "width": None}, "rotary_2d needs an image"),
         ({"kind": "learned_2d", "width": None}, "learned_2d needs an image"),
-        ({"kind": "rotary_2d", "headdim": 6}, "multiple of 4, got 6"),
+        ({"kind": "rotary_2d", "headdim": 6}, "rotary_2d needs a headdim .* multiple of 4, got 6"),
+        ({"kind": "rotary", "headdim": 5}, "rotary needs a headdim .* multiple of 2, got 5"),
         ({"kind": "rotary_2d", "wavelengths": (0.0, 4.0)}, "must be positive and rise"),
     ],
 )
