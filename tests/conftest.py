@@ -32,6 +32,22 @@ IMAGES = (  # Pathfinder, labels and a dense target, non-zero pixels
 SENTENCES = "The whale swims. The ship sails. The sailor sings of whales and of ships. "
 
 
+def selects_gpu(config) -> bool:
+    return config.option.markexpr.startswith("gpu")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """The GPU's tests wait for compilers: one a core, as far as its memory goes."""
+    return min(len(os.sched_getaffinity(0)), 14 if selects_gpu(config) else 4)
+
+
+def pytest_cmdline_main(config):
+    """Most of the GPU's tests are in few files, which then must not stay together."""
+    if selects_gpu(config):
+        config.option.dist = "worksteal"
+
+
 def pytest_collection_modifyitems(items):
     """Files with slow tests first, or one process would end on them while the others idle."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
