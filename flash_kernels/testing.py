@@ -95,6 +95,11 @@ def _longest_row(tensor: Tensor) -> float:
     return finite.norm(dim=-1).amax().item() if tensor.numel() else 0.0
 
 
+def _largest(tensor: Tensor) -> float:
+    """Largest absolute value; what is not finite counts as zero."""
+    return tensor.nan_to_num(0.0, 0.0, 0.0).abs().amax().item() if tensor.numel() else 0.0
+
+
 def assert_matches_reference(
     name: str,
     qkv: tuple[Tensor, Tensor, Tensor],
@@ -125,11 +130,18 @@ def assert_matches_reference(
     dout_row, q_row, k_row, v_row = (_longest_row(t) for t in (dout, *qkv))
     keep_scale = 1.0 / (1.0 - min(options.get("dropout_p", 0.0), 0.5))
     difference = torch.finfo(torch.float32).eps * keep_scale * scale * dout_row * v_row
+    rounding = 0.0
+    if q.dtype == torch.float32:  # 16 bits round by far more
+        most = _run(oracle, qkv, torch.float64, dout.abs(), None, options)[4]
+        rounding = 2 * torch.finfo(torch.float32).eps * _largest(truth[1]) * _largest(most)
     for label, ours_i, plain_i, truth_i in zip(
         ("out", "lse", "dq", "dk", "dv"), ours, plain, truth, strict=True
     ):
         slack = 2 * torch.finfo(ours_i.dtype).eps * largest
         slack += difference * {"dq": k_row, "dk": q_row}.get(label, 0.0)
+        # The backward makes probabilities of the LSE, whose rounding is a factor of a whole row: at
+        # most this in dv, were dout positive.
+        slack += rounding if label == "dv" else 0.0
         check_budget(label, ours_i, plain_i, truth_i, slack)
 
 

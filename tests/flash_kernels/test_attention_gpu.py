@@ -221,13 +221,15 @@ def random_case(rng: random.Random) -> tuple[str, tuple, dict]:
     if rng.random() < 0.3:
         options.update(dropout_p=rng.choice([0.1, 0.5]), dropout_seed=rng.getrandbits(60))
     if rng.random() < 0.2:
-        options["alibi_slopes"] = torch.rand(nheads, device="cuda")
+        slopes = [rng.random() for _ in range(nheads)]
+        options["alibi_slopes"] = torch.tensor(slopes, device="cuda")
     kind = dict(dtype=dtype, device="cuda", nheads_k=nheads_k, seed=rng.getrandbits(30))
     if rng.random() < 0.5:
         batch, (seqlen_q, seqlen_k) = len(lengths), lengths[0]
         options["deterministic"] = rng.random() < 0.5
         if rng.random() < 0.3:
-            options["lengths_k"] = torch.randint(0, seqlen_k + 1, (batch,), device="cuda")
+            keys = [rng.randint(0, seqlen_k) for _ in range(batch)]
+            options["lengths_k"] = torch.tensor(keys, device="cuda")
         return (
             "flash_attention",
             testing.make_qkv(batch, seqlen_q, seqlen_k, nheads, headdim, **kind),
