@@ -98,7 +98,7 @@ def main() -> None:
             for impl in (implementations if seqlen == args.seqlens[0] else ["flex"])
         ]
     )
-    for done, case in enumerate(track(cases, "block-sparse attention")):
+    for number, case in enumerate(track(cases, "block-sparse attention")):
         nheads, headdim, mask_arguments = case
         mask, (seqlen, name, _) = build_mask(*mask_arguments), mask_arguments
         batch = max(1, args.tokens // seqlen)
@@ -121,12 +121,9 @@ def main() -> None:
                     )
                 )  # fmt: skip
         settings = dict(block=BLOCK, seqlens=args.seqlens, tokens=args.tokens)
-        # A length takes the place of an earlier one when all its masks are measured.
-        left = {arguments[0] for *_, arguments in cases[done + 1 :]}
-        known = {row["seqlen"] for row in earlier["rows"]} if earlier else set()
-        new = [row for row in rows if row["seqlen"] not in left & known]
-        record = make_record("benchmark_block_sparse", new, settings, omit="--output")
-        record = appended(earlier, record, key=itemgetter("seqlen"))
+        record = make_record("benchmark_block_sparse", rows, settings, omit="--output")
+        to_come = {arguments[0] for *_, arguments in cases[number + 1 :]}
+        record = appended(earlier, record, key=itemgetter("seqlen"), unfinished=to_come)
         write_record(args.output, record)  # what is measured is kept
     render(record, Console(width=150))
     print(f"record {args.output}")

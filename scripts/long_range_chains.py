@@ -93,13 +93,11 @@ def _labels(name: str, *options: str, experiment: str = "lra_pathfinder") -> tup
     return (Stage(name, (*base, _COMPILED)), tested)
 
 
-def _labels_sets(size: int) -> tuple[str, ...]:
-    """The images of recipe=labels."""
-    easy = ((3, 0), (4, 0), (6, 0), (9, 0), (14, 0), (14, 2))
-    return tuple(
-        f"--size {size} --level {level} --distractors {distractors} --train 40000 --val 0 --test 0"
-        for level, distractors in easy
-    )
+# The easier images of recipe=labels, at 128 pixels.
+_LABELS_128 = tuple(
+    f"--size 128 --level {level} --distractors {distractors} --train 40000 --val 0 --test 0"
+    for level, distractors in ((3, 0), (4, 0), (6, 0), (9, 0), (14, 0), (14, 2))
+)
 
 
 CHAINS = {
@@ -122,7 +120,7 @@ CHAINS = {
     "pathx_labels": Chain(
         "Path-X, labels alone, bright pixels",
         _labels("pathx_labels", _BRIGHT, experiment="pathx"),
-        prepare=(*_labels_sets(128), "--size 128"),
+        prepare=(*_LABELS_128, "--size 128"),
     ),
     "path256": Chain(
         "Path-256 with a dense target, from pathx_14",

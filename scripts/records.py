@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -72,16 +72,24 @@ def read_earlier(path: Path, append: bool, *, of_this_machine: bool = True) -> d
     return earlier
 
 
-def appended(earlier: dict | None, record: dict, key: Callable[[dict], Any]) -> dict:
+def appended(
+    earlier: dict | None,
+    record: dict,
+    key: Callable[[dict], Any],
+    unfinished: Collection[Any] = (),
+) -> dict:
     """`record` behind those rows of an earlier one whose key it has not, with the commands of both
     and lists of their settings joined; date, revision and the rest are the newer's.
 
     Args:
         key: alike for rows that are compared with each other: they stay of one run.
+        unfinished: keys of which rows are still to come: the earlier ones stay until then.
     """
     if earlier is None:
         return record
-    new = {key(row) for row in record["rows"]}
+    waiting = {key(row) for row in earlier["rows"]} & set(unfinished)
+    rows = [row for row in record["rows"] if key(row) not in waiting]
+    new = {key(row) for row in rows}
     kept = [row for row in earlier["rows"] if key(row) not in new]
     commands = [*earlier["command"].split(" && "), record["command"]]
     settings = {**earlier["settings"], **record["settings"]}
@@ -93,7 +101,7 @@ def appended(earlier: dict | None, record: dict, key: Callable[[dict], Any]) -> 
         **record,
         "command": " && ".join(dict.fromkeys(commands)),
         "settings": settings,
-        "rows": kept + record["rows"],
+        "rows": kept + rows,
     }
 
 

@@ -38,8 +38,11 @@ def selects_gpu(config) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """The GPU's tests wait for compilers: one a core, as far as its memory goes."""
-    return min(len(os.sched_getaffinity(0)), 14 if selects_gpu(config) else 4)
+    """The GPU's tests wait for compilers: one a core, each with 10 GiB of the GPU's memory."""
+    most = 4
+    if selects_gpu(config) and torch.cuda.is_available():
+        most = max(1, torch.cuda.get_device_properties(0).total_memory // (10 * 2**30))
+    return min(len(os.sched_getaffinity(0)), most)
 
 
 def pytest_cmdline_main(config):

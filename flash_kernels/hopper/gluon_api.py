@@ -62,24 +62,26 @@ _SYNC = gl.constexpr("bar.sync $1, $2;\nmov.u32 $0, 0;")
 
 
 @gluon.jit
-def named_arrive(number, THREADS: gl.constexpr):
-    """The partition's threads arrive at the hardware's barrier `number` of THREADS threads, and go
-    on. They need not wait for each other, as for the arrival at an mbarrier."""
+def _at_barrier(ASSEMBLY: gl.constexpr, number, THREADS: gl.constexpr):
+    """Once in each thread of the partition."""
     lanes = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise(
-        _ARRIVE, "=r,r,r,~{memory}", [lanes + number, lanes + THREADS], gl.int32, is_pure=False,
+        ASSEMBLY, "=r,r,r,~{memory}", [lanes + number, lanes + THREADS], gl.int32, is_pure=False,
         pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
+def named_arrive(number, THREADS: gl.constexpr):
+    """The partition's threads arrive at the hardware's barrier `number` of THREADS threads, and go
+    on. They need not wait for each other, as for the arrival at an mbarrier."""
+    _at_barrier(_ARRIVE, number, THREADS)
+
+
+@gluon.jit
 def named_sync(number, THREADS: gl.constexpr):
     """The same, and the partition waits until THREADS threads have arrived."""
-    lanes = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(
-        _SYNC, "=r,r,r,~{memory}", [lanes + number, lanes + THREADS], gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
+    _at_barrier(_SYNC, number, THREADS)
 
 
 @gluon.jit

@@ -27,6 +27,10 @@ def test_appended_keeps_what_is_not_measured_again():
     again = appended(both, second, key=lambda row: row["n"])
     assert again["command"] == "a && b" and again["rows"] == both["rows"]
     assert appended(None, second, key=lambda row: row["n"]) is second
+    # More rows of 1 are to come: until then the earlier ones stay. There was none of 7.
+    third = record("c", [{"n": 1, "ms": 0.5}, {"n": 7, "ms": 0.7}])
+    partial = appended(first, third, key=lambda row: row["n"], unfinished={1, 7})
+    assert partial["rows"] == [*first["rows"], {"n": 7, "ms": 0.7}]
 
 
 def test_a_record_of_another_machine_is_not_added_to(tmp_path):
